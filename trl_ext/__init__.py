@@ -1,0 +1,54 @@
+"""Alignment training on top of TRL: the same class names, more options.
+
+`from trl_ext import GRPOConfig, GRPOTrainer` replaces `from trl import GRPOConfig, GRPOTrainer`; nothing else changes.
+Every other public name of TRL is available here too, so that one import line serves. Imports are lazy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+try:
+    __version__ = version("trl-ext")
+except PackageNotFoundError:
+    __version__ = "0.0.0+source"
+
+_OURS = {
+    "GRPOConfig": "trl_ext.trainers.grpo_config",
+    "GRPOTrainer": "trl_ext.trainers.grpo_trainer",
+    "RLOOConfig": "trl_ext.trainers.rloo_config",
+    "RLOOTrainer": "trl_ext.trainers.rloo_trainer",
+    "RewardGate": "trl_ext.trainers.reward_gate",
+}
+
+if TYPE_CHECKING:
+    from trl import *  # noqa: F403
+
+    from trl_ext.trainers.grpo_config import GRPOConfig
+    from trl_ext.trainers.grpo_trainer import GRPOTrainer
+    from trl_ext.trainers.reward_gate import RewardGate
+    from trl_ext.trainers.rloo_config import RLOOConfig
+    from trl_ext.trainers.rloo_trainer import RLOOTrainer
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardGate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OURS:
+        value = getattr(importlib.import_module(_OURS[name]), name)
+    elif name.startswith("_"):
+        raise AttributeError(f"module 'trl_ext' has no attribute {name!r}")
+    else:
+        trl = importlib.import_module("trl")
+        try:
+            value = getattr(trl, name)
+        except AttributeError:
+            raise AttributeError(f"Neither trl_ext nor trl {trl.__version__} has an attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OURS, *importlib.import_module("trl").__dir__()})

@@ -1,0 +1,359 @@
+"""The seam to TRL: the only module that knows TRL's private names.
+
+TRL's rollout trainers (GRPO, RLOO) offer no public hooks, so `RolloutSeams` overrides a handful of private methods,
+calls `super()` in each, and hands what it intercepted to hooks with public names. Nothing of TRL is copied: with no
+hook active every override returns what TRL returns.
+
+`TRL_SEAMS` lists each method relied on, with its argument names and the hash of its body; `tests/test_seams.py` fails
+on a TRL release that changed one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from trl.trainer.utils import get_callable_name, get_config_model_id
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _TRLRolloutTrainer
+else:
+    _TRLRolloutTrainer = object
+
+GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
+RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A TRL method that we override or rely on, as it was when our code was checked against it."""
+
+    owner: str  # "module:Class"
+    method: str
+    parameters: tuple[str, ...]
+    body_hash: str
+    relies_on: str
+
+    def current(self) -> Callable[..., Any]:
+        """The method of the installed TRL."""
+        module, _, name = self.owner.partition(":")
+        return inspect.unwrap(getattr(getattr(importlib.import_module(module), name), self.method))
+
+
+def body_hash(function: Callable[..., Any]) -> str:
+    """Hash of a function's source, 16 hex digits."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+
+
+_FORWARD = (
+    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
+    "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes",
+    "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+_FORWARD_RELIES = "returns (logps, entropies, aux_loss); one call in the loss; in scoring old (if any), then reference"
+_REWARDS = ("self", "inputs", "prompts", "completions", "completion_ids_list")
+_REWARDS_RELIES = "returns the (N, F) matrix gathered over all ranks, NaN = not applicable"
+_SCORE_RELIES = "returns a dict with the local `advantages` (B,); runs in evaluation too; before the shuffle"
+
+TRL_SEAMS = (
+    Seam(GRPO, "_get_per_token_logps_and_entropies", _FORWARD, "ea73c3909275851d", _FORWARD_RELIES),
+    Seam(RLOO, "_get_per_token_logps_and_entropies", _FORWARD, "ea73c3909275851d", _FORWARD_RELIES),
+    Seam(GRPO, "_calculate_rewards", _REWARDS, "736ae29b083840b5", _REWARDS_RELIES),
+    Seam(RLOO, "_calculate_rewards", _REWARDS, "81ef76d93756be6f", _REWARDS_RELIES),
+    Seam(GRPO, "_generate_and_score_completions", ("self", "inputs"), "1fa48922792dcd5c", _SCORE_RELIES),
+    Seam(RLOO, "_generate_and_score_completions", ("self", "inputs"), "93ebbf5e70d31778", _SCORE_RELIES),
+    Seam(
+        GRPO,
+        "_compute_loss",
+        ("self", "model", "inputs"),
+        "80295546bbdbf6f7",
+        "reads `advantages` after its one forward, (B, T) accepted; `beta == 0.0` removes exactly the KL term; divides "
+        "by gradient accumulation itself; logs `policy_loss` when the entropy bonus is on",
+    ),
+    Seam(
+        RLOO,
+        "_compute_loss",
+        ("self", "model", "inputs"),
+        "c1f9fa0cd5a6948c",
+        "reads `advantages` after its one forward; uses no beta; the Trainer divides by gradient accumulation",
+    ),
+    Seam(GRPO, "_save_checkpoint", ("self", "model", "trial"), "ec91bde123649111", "writes into `checkpoint-<global_step>`"),
+    Seam(RLOO, "_save_checkpoint", ("self", "model", "trial"), "b6ee0a370c266b6f", "writes into `checkpoint-<global_step>`"),
+    Seam(GRPO, "_load_optimizer_and_scheduler", ("self", "checkpoint"), "5c1772becdfd7fdb", "called once on resume"),
+    Seam(RLOO, "_load_optimizer_and_scheduler", ("self", "checkpoint"), "741032f57d6fb802", "called once on resume"),
+    Seam(GRPO, "_prepare_inputs", ("self", "generation_batch"), "f824e7fb07147956", "extra keys ride along when dim 0 is B"),
+    Seam(RLOO, "_prepare_inputs", ("self", "generation_batch"), "f824e7fb07147956", "extra keys ride along when dim 0 is B"),
+)
+
+
+@contextmanager
+def temporarily(target: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes for the duration of the block and restore them, also after an exception."""
+    previous = {name: getattr(target, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(target, name, value)
+
+
+def reward_names(reward_funcs: Any) -> list[str]:
+    """The names under which TRL will log these reward functions, known before any model is loaded."""
+    names = []
+    for func in _as_list(reward_funcs):
+        if isinstance(func, str):
+            names.append(func.split("/")[-1])
+        elif isinstance(func, torch.nn.Module):
+            names.append(get_config_model_id(func.config).split("/")[-1])  # type: ignore[arg-type]
+        else:
+            names.append(get_callable_name(func))
+    return names
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+@dataclass
+class PolicyForward:
+    """What one policy forward inside the loss produced.
+
+    Attributes:
+        inputs: the batch that TRL's loss reads; hooks may replace entries, `advantages` above all.
+        mask: (B, T), 1 = token of the policy (neither padding nor tool output).
+        logps, entropies: (B, T), differentiable.
+        kl: (B, T), the KL that a hook already put into the advantages, for the metrics.
+    """
+
+    inputs: dict[str, Any]
+    mask: torch.Tensor
+    logps: torch.Tensor = field(init=False)
+    entropies: torch.Tensor = field(init=False)
+    kl: torch.Tensor | None = None
+
+
+@dataclass
+class ScoringRecord:
+    """What was intercepted while TRL generated and scored a batch.
+
+    Attributes:
+        logps: log-probabilities in the order of TRL's calls: old policy (if any), then reference (if any).
+        rewards: (N, F), the gathered matrix after our shaping, NaN = not applicable.
+    """
+
+    logps: list[torch.Tensor] = field(default_factory=list)
+    rewards: torch.Tensor | None = None
+
+
+class RolloutSeams(_TRLRolloutTrainer):
+    """Interception of TRL's rollout trainers; hooks are the methods that start with `ext_`."""
+
+    _ext_forward: PolicyForward | None = None
+    _ext_record: ScoringRecord | None = None
+
+    # ---- hooks -------------------------------------------------------------------------------------------------
+
+    def ext_scoring_active(self) -> bool:
+        """Whether rewards or advantages differ from TRL's, so that scoring must be intercepted."""
+        return False
+
+    def ext_scoring_overrides(self) -> dict[str, Any]:
+        """Attributes that TRL must see while it scores."""
+        return {}
+
+    def ext_shape_rewards(self, rewards: torch.Tensor, completion_ids: list[list[int]]) -> torch.Tensor:
+        """Change the gathered (N, F) reward matrix before any normalisation."""
+        return rewards
+
+    def ext_before_generation(self) -> None:
+        """Called before each generation, active or not."""
+
+    def ext_after_scoring(self, output: dict[str, Any], record: ScoringRecord) -> None:
+        """Replace `advantages` in the scored batch and add our own keys."""
+
+    def ext_before_loss(self) -> None:
+        """Called before each loss computation, active or not."""
+
+    def ext_loss_active(self) -> bool:
+        """Whether the loss differs from TRL's."""
+        return False
+
+    def ext_loss_overrides(self) -> dict[str, Any]:
+        """Attributes that TRL must see while it computes the loss."""
+        return {}
+
+    def ext_update_is_skipped(self) -> bool:
+        """Whether this micro-batch contributes nothing, so that even its forward can be saved."""
+        return False
+
+    def ext_on_skipped_update(self) -> None:
+        """Called instead of the loss of a skipped micro-batch."""
+
+    def ext_after_policy_forward(self, forward: PolicyForward) -> None:
+        """Called between TRL's policy forward and its use of `advantages`."""
+
+    def ext_loss_terms(self, forward: PolicyForward) -> torch.Tensor | None:
+        """Terms added to TRL's loss, scaled like it."""
+        return None
+
+    def ext_load_state(self, checkpoint: str) -> None:
+        """Restore the state from a checkpoint folder."""
+
+    # ---- access to TRL's private attributes --------------------------------------------------------------------
+
+    @property
+    def ext_mode(self) -> str:
+        """"train" or "eval", as TRL decides it."""
+        return "train" if self.model.training else "eval"
+
+    @property
+    def ext_num_generations(self) -> int:
+        """Group size of the current mode."""
+        return self.num_generations if self.ext_mode == "train" else self.num_generations_eval
+
+    def ext_log(self, name: str, value: float) -> None:
+        """Append to TRL's metric `name`; TRL averages them at the next log."""
+        self._metrics[self.ext_mode][name].append(value)
+
+    def ext_replace_last_metric(self, name: str, value: float) -> None:
+        """Overwrite the value that TRL just logged under its own definition."""
+        values = self._metrics[self.ext_mode][name]
+        if values:
+            values[-1] = value
+        else:
+            values.append(value)
+
+    def ext_drop_last_metric(self, name: str) -> None:
+        """Withdraw the value that TRL just logged."""
+        values = self._metrics[self.ext_mode][name]
+        if values:
+            values.pop()
+        if not values:
+            del self._metrics[self.ext_mode][name]
+
+    def ext_add_to_last_metric(self, name: str, value: float) -> None:
+        """Add to the value that TRL just logged, when it did."""
+        values = self._metrics[self.ext_mode].get(name)
+        if values:
+            values[-1] += value
+
+    def ext_replace_logged_advantages(self, advantages: torch.Tensor) -> None:
+        """Put the advantages that are trained on into TRL's completions table."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(logged), advantages.numel())):
+            logged.pop()
+        logged.extend(advantages.tolist())
+
+    def ext_enable_entropy_bonus(self) -> None:
+        """TRL decides at construction from a non-zero start value; a schedule may start at 0."""
+        self._entropy_bonus_enabled = True
+
+    def ext_add_reward_column(self, name: str, weight: float) -> int:
+        """Register a reward column that `ext_shape_rewards` fills; returns its index."""
+
+        def not_scored_here(completions: Sequence[Any], **_: Any) -> list[None]:
+            return [None] * len(completions)
+
+        not_scored_here.__name__ = name
+        self.reward_funcs.append(not_scored_here)
+        self.reward_processing_classes.append(None)
+        self.reward_func_names.append(name)
+        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([weight], dtype=torch.float32)])
+        return len(self.reward_funcs) - 1
+
+    # ---- overrides ---------------------------------------------------------------------------------------------
+
+    @override
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._ext_forward is not None:
+            self._ext_forward.logps, self._ext_forward.entropies = result[0], result[1]
+            self.ext_after_policy_forward(self._ext_forward)
+        elif self._ext_record is not None:
+            self._ext_record.logps.append(result[0])
+        return result
+
+    @override
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._ext_record is None:
+            return rewards
+        self._ext_record.rewards = self.ext_shape_rewards(rewards, completion_ids_list)
+        return self._ext_record.rewards
+
+    @override
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self.ext_before_generation()
+        if not self.ext_scoring_active():
+            return super()._generate_and_score_completions(inputs)
+        record = ScoringRecord()
+        with temporarily(self, _ext_record=record, **self.ext_scoring_overrides()):
+            output = super()._generate_and_score_completions(inputs)
+        self.ext_after_scoring(output, record)
+        return output
+
+    @override
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        self.ext_before_loss()
+        if not self.ext_loss_active():
+            return super()._compute_loss(model, inputs)
+        if self.ext_update_is_skipped():
+            self.ext_on_skipped_update()
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        # A copy: hooks replace `advantages`, and TRL reuses the buffered batch in the next iteration.
+        forward = PolicyForward(inputs=dict(inputs), mask=mask)
+        with temporarily(self, _ext_forward=forward, **self.ext_loss_overrides()):
+            loss = super()._compute_loss(model, forward.inputs)
+        terms = self.ext_loss_terms(forward)
+        return loss if terms is None else loss + terms
+
+    @override
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.ext_after_create_optimizer(optimizer)
+        return optimizer
+
+    def ext_after_create_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called with the optimiser before it is wrapped by accelerate or DeepSpeed."""
+
+    @override
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.ext_save_state(self._get_output_dir(trial=trial))
+
+    def ext_save_state(self, run_dir: str) -> None:
+        """Write our state into the checkpoint folder that TRL has just completed."""
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.ext_load_state(checkpoint)
+
+
+@functools.lru_cache(maxsize=1)
+def changed_seams() -> tuple[str, ...]:
+    """Descriptions of the seams that differ in the installed TRL; empty when it is the checked release."""
+    changes = []
+    for seam in TRL_SEAMS:
+        function = seam.current()
+        if tuple(inspect.signature(function).parameters) != seam.parameters:
+            changes.append(f"{seam.owner}.{seam.method}: arguments {tuple(inspect.signature(function).parameters)}")
+        elif body_hash(function) != seam.body_hash:
+            changes.append(f"{seam.owner}.{seam.method}: body (relied on: {seam.relies_on})")
+    return tuple(changes)

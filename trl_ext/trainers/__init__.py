@@ -1,0 +1,1 @@
+"""Subclasses of TRL's trainers; file names mirror `trl/trainer/`."""
