@@ -60,7 +60,7 @@ def group_advantages(
     """
     check_rank("rewards", rewards, 1)
     check_groups("rewards", rewards.numel(), num_generations)
-    grouped = rewards.view(-1, num_generations)
+    grouped = rewards.reshape(-1, num_generations)
     stats = nan_stats(grouped, 1)
     centred = grouped - stats.mean
     if scale == "group":
@@ -69,7 +69,7 @@ def group_advantages(
         centred = centred / (nan_stats(rewards, 0).std + eps)
     elif scale != "none":
         raise ValueError(f"Unknown scale {scale!r}. Use 'group', 'batch' or 'none'.")
-    return centred.view(-1).nan_to_num(nan=0.0)
+    return centred.reshape(-1).nan_to_num(nan=0.0)
 
 
 def leave_one_out_advantages(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
@@ -85,12 +85,12 @@ def leave_one_out_advantages(rewards: torch.Tensor, num_generations: int) -> tor
     """
     check_rank("rewards", rewards, 1)
     check_groups("rewards", rewards.numel(), num_generations)
-    grouped = rewards.view(-1, num_generations)
+    grouped = rewards.reshape(-1, num_generations)
     known = ~grouped.isnan()
     total = torch.where(known, grouped, torch.zeros_like(grouped)).sum(1, keepdim=True)
     others = known.sum(1, keepdim=True) - 1
     advantages = grouped - (total - grouped) / others.clamp(min=1)
-    return torch.where(known & (others > 0), advantages, torch.zeros_like(advantages)).view(-1)
+    return torch.where(known & (others > 0), advantages, torch.zeros_like(advantages)).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ def gdpo_terms(
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
     if weights.shape != (rewards.shape[1],):
         raise ValueError(f"`weights` has shape {tuple(weights.shape)}, expected one per column: ({rewards.shape[1]},).")
-    grouped = rewards.view(-1, num_generations, rewards.shape[1])  # (N/G, G, F)
+    grouped = rewards.reshape(-1, num_generations, rewards.shape[1])  # (N/G, G, F)
     stats = nan_stats(grouped, 1)
     tied = stats.tied(tie_tol)  # (N/G, 1, F)
     normalised = (grouped - stats.mean) / (stats.std + eps)
     no_signal = tied | grouped.isnan()
-    weighted = torch.where(no_signal, torch.zeros_like(grouped), normalised * weights).view(rewards.shape)
+    weighted = torch.where(no_signal, torch.zeros_like(grouped), normalised * weights).reshape(rewards.shape)
     combined = weighted.sum(1).masked_fill(rewards.isnan().all(1), torch.nan)
     return GDPOTerms(weighted, tied.squeeze(1), combined)
 
@@ -185,7 +185,7 @@ def pareto_fronts(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     """
     check_rank("rewards", rewards, 2)
     check_groups("rewards", rewards.shape[0], num_generations)
-    grouped = rewards.view(-1, num_generations, rewards.shape[1])
+    grouped = rewards.reshape(-1, num_generations, rewards.shape[1])
     first, second = grouped.unsqueeze(2), grouped.unsqueeze(1)  # (N/G, G, 1, F), (N/G, 1, G, F)
     unknown = first.isnan() | second.isnan()
     dominates = ((first >= second) | unknown).all(-1) & ((first > second) & ~unknown).any(-1)  # (N/G, G, G)
@@ -197,7 +197,7 @@ def pareto_fronts(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
         front = remaining & ~dominated
         fronts = fronts.masked_fill(front, index)
         remaining = remaining & ~front
-    return fronts.view(-1)
+    return fronts.reshape(-1)
 
 
 def zero_signal_groups(combined: torch.Tensor, num_generations: int, tie_tol: float = TIE_TOL) -> torch.Tensor:
@@ -207,4 +207,4 @@ def zero_signal_groups(combined: torch.Tensor, num_generations: int, tie_tol: fl
     a group with rewards (1, 0) and (0, 1) that sum is constant although the components differ.
     """
     check_groups("combined", combined.numel(), num_generations)
-    return nan_stats(combined.view(-1, num_generations), 1).tied(tie_tol).squeeze(1)
+    return nan_stats(combined.reshape(-1, num_generations), 1).tied(tie_tol).squeeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -54,11 +55,12 @@ def reduce_ensemble(scores: torch.Tensor, how: EnsembleReduction, coef: float = 
         return scores.amin(0)
     if how == "median":
         return _median(scores)
+    deviations = scores - scores.mean(0)
     if how == "lcb":
-        # torch.std has gradient 0 where all members agree; sqrt of the variance would give NaN there.
-        return scores.mean(0) - coef * scores.std(0, correction=0)
+        # The norm has gradient 0 where all members agree; the square root of the variance would give NaN there.
+        return scores.mean(0) - coef * torch.linalg.vector_norm(deviations, dim=0) / math.sqrt(len(scores))
     if how == "uwo":
-        return scores.mean(0) - coef * scores.var(0, correction=0)
+        return scores.mean(0) - coef * deviations.square().mean(0)
     raise ValueError(f"Unknown reduction {how!r}. Use one of {list(get_args(EnsembleReduction))}.")
 
 

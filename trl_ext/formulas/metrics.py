@@ -24,7 +24,7 @@ def expected_calibration_error(margins: torch.Tensor, bins: int = 10) -> torch.T
         bins: number of bins, at least 1.
 
     Returns:
-        Scalar in [0, 0.5], float32 or wider; NaN for an empty input.
+        Scalar in [0, 1], float32 or wider; NaN for an empty input.
 
     When it is wrong: scores that are not on the logit scale (standardised, averaged, clipped) have no confidence to
     calibrate. With few pairs per bin the error is biased upwards; compare models on the same pairs and bins only.

@@ -34,9 +34,9 @@ def dpop_loss(
     Returns:
         (B,), a loss to *minimise*, float32 or wider; linear, never infinite, for large negative margins.
 
-    When it is wrong: log-probabilities averaged over tokens make the penalty shorter by the length, so lambda means
-    something else. A large lambda stops learning from pairs whose chosen answer is slightly below the reference for
-    reasons other than the pair (noise of a short answer, dropout).
+    When it is wrong: with log-probabilities averaged over tokens, beta and the size of the penalty mean something
+    else. The hinge has a kink: with a large lambda, noise around pi_c = ref_c (dropout, another precision for the
+    reference) dominates the gradient.
 
     Raises:
         ValueError: shapes differ or are not (B,), `beta` is not positive, or `dpop_lambda` is negative.
@@ -78,7 +78,8 @@ def project_update(update_gradient: torch.Tensor, chosen_gradient: torch.Tensor)
         Same shape, float32 or wider; g itself where g . c <= 0 or c is 0.
 
     When it is wrong: an optimizer with momentum or per-parameter scaling (Adam) does not step along g, so the
-    guarantee holds for plain gradient descent with a small step only.
+    guarantee holds for plain gradient descent with a small step only. On sharded gradients the two dot products need
+    a sum over the ranks, which this function does not make.
 
     Raises:
         ValueError: shapes differ.

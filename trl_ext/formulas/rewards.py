@@ -60,6 +60,6 @@ def _floor_values(selected: torch.Tensor, num_generations: int, floor: Floor) ->
         return torch.zeros_like(selected)
     if floor not in ("group_min", "worst"):
         raise ValueError(f"Unknown floor {floor!r}. Use 'zero', 'group_min' or 'worst'.")
-    known = selected.nan_to_num(nan=torch.inf).view(-1, num_generations, selected.shape[1])
+    known = selected.nan_to_num(nan=torch.inf).reshape(-1, num_generations, selected.shape[1])
     minimum = known.amin(1).repeat_interleave(num_generations, dim=0)
     return minimum if floor == "group_min" else minimum.clamp(max=0.0)

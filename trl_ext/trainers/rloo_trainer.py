@@ -77,8 +77,8 @@ class RLOOTrainer(RolloutTrainer, trl.RLOOTrainer):
         advantages = leave_one_out_advantages(scores, generations)
         if not self.normalize_advantages:
             return advantages
-        known = ~scores.isnan().view(-1, generations)
-        scorable = (known & (known.sum(1, keepdim=True) > 1)).view(-1)
+        known = ~scores.isnan().reshape(-1, generations)
+        scorable = (known & (known.sum(1, keepdim=True) > 1)).reshape(-1)
         return normalise_batch(advantages.masked_fill(~scorable, torch.nan))
 
     def _ext_skip(self, advantages: torch.Tensor, aggregated: Aggregated, output: dict[str, Any]) -> torch.Tensor:
