@@ -24,7 +24,8 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from trl import GRPOTrainer as _TRLRolloutTrainer
+    # GRPO or RLOO; no common type has the private attributes of both.
+    _TRLRolloutTrainer = Any
 else:
     _TRLRolloutTrainer = object
 
@@ -85,12 +86,36 @@ TRL_SEAMS = (
         "c1f9fa0cd5a6948c",
         "reads `advantages` after its one forward; uses no beta; the Trainer divides by gradient accumulation",
     ),
-    Seam(GRPO, "_save_checkpoint", ("self", "model", "trial"), "ec91bde123649111", "writes into `checkpoint-<global_step>`"),
-    Seam(RLOO, "_save_checkpoint", ("self", "model", "trial"), "b6ee0a370c266b6f", "writes into `checkpoint-<global_step>`"),
+    Seam(
+        GRPO,
+        "_save_checkpoint",
+        ("self", "model", "trial"),
+        "ec91bde123649111",
+        "writes into `checkpoint-<global_step>`",
+    ),
+    Seam(
+        RLOO,
+        "_save_checkpoint",
+        ("self", "model", "trial"),
+        "b6ee0a370c266b6f",
+        "writes into `checkpoint-<global_step>`",
+    ),
     Seam(GRPO, "_load_optimizer_and_scheduler", ("self", "checkpoint"), "5c1772becdfd7fdb", "called once on resume"),
     Seam(RLOO, "_load_optimizer_and_scheduler", ("self", "checkpoint"), "741032f57d6fb802", "called once on resume"),
-    Seam(GRPO, "_prepare_inputs", ("self", "generation_batch"), "f824e7fb07147956", "extra keys ride along when dim 0 is B"),
-    Seam(RLOO, "_prepare_inputs", ("self", "generation_batch"), "f824e7fb07147956", "extra keys ride along when dim 0 is B"),
+    Seam(
+        GRPO,
+        "_prepare_inputs",
+        ("self", "generation_batch"),
+        "f824e7fb07147956",
+        "extra keys ride along when dim 0 is B",
+    ),
+    Seam(
+        RLOO,
+        "_prepare_inputs",
+        ("self", "generation_batch"),
+        "f824e7fb07147956",
+        "extra keys ride along when dim 0 is B",
+    ),
 )
 
 
@@ -160,6 +185,7 @@ class ScoringRecord:
 class RolloutSeams(_TRLRolloutTrainer):
     """Interception of TRL's rollout trainers; hooks are the methods that start with `ext_`."""
 
+    reward_weights: torch.Tensor
     _ext_forward: PolicyForward | None = None
     _ext_record: ScoringRecord | None = None
 
@@ -215,7 +241,7 @@ class RolloutSeams(_TRLRolloutTrainer):
 
     @property
     def ext_mode(self) -> str:
-        """"train" or "eval", as TRL decides it."""
+        """ "train" or "eval", as TRL decides it."""
         return "train" if self.model.training else "eval"
 
     @property
@@ -270,7 +296,8 @@ class RolloutSeams(_TRLRolloutTrainer):
         self.reward_funcs.append(not_scored_here)
         self.reward_processing_classes.append(None)
         self.reward_func_names.append(name)
-        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([weight], dtype=torch.float32)])
+        weights: torch.Tensor = self.reward_weights
+        self.reward_weights = torch.cat([weights, torch.tensor([weight], dtype=torch.float32)])
         return len(self.reward_funcs) - 1
 
     # ---- overrides ---------------------------------------------------------------------------------------------

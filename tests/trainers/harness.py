@@ -10,7 +10,16 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-PROMPTS = ["Say a number", "What is 2 + 2?", "Name a colour", "介绍一下你自己", "Hello", "Write one word", "Why?", "Yes or no"]
+PROMPTS = [
+    "Say a number",
+    "What is 2 + 2?",
+    "Name a colour",
+    "介绍一下你自己",
+    "Hello",
+    "Write one word",
+    "Why?",
+    "Yes or no",
+]
 
 
 def prompts(conversational: bool = False) -> Dataset:

@@ -126,7 +126,7 @@ def test_gates_from_the_command_line(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("reward_gates: [{gate: safety, threshold: 0.5, gated: [helpfulness]}]\n")
     (from_flags,) = TrlParser([GRPOConfig]).parse_args_and_config(flags)
-    (from_yaml,) = TrlParser([GRPOConfig]).parse_args_and_config(flags[:3] + ["--config", str(recipe)])
+    (from_yaml,) = TrlParser([GRPOConfig]).parse_args_and_config([*flags[:3], "--config", str(recipe)])
     assert from_flags.reward_gates == [{"gate": "safety", "threshold": 0.5, "gated": None, "floor": "worst"}]
     assert from_yaml.reward_gates == [RewardGate({"gate": "safety", "threshold": 0.5, "gated": ["helpfulness"]})]
 

@@ -40,9 +40,7 @@ def test_k3_equals_trls_own(
         trainer.model, lambda: trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
     )
     trainer.beta = 0.0
-    _, without = loss_and_gradient(
-        trainer.model, lambda: trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
-    )
+    _, without = loss_and_gradient(trainer.model, lambda: trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs))
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     assert relative_error(our_gradient, their_gradient) < 2e-6
     assert relative_error(without, their_gradient) > 1e-3, "the KL term must matter for this test to mean anything"
@@ -92,9 +90,7 @@ def test_each_estimator_against_plain_logits(estimator: str, level: str, tiny_mo
     kl_metric = trainer._metrics["train"]["kl"][-1]
     _, plain = loss_and_gradient(trainer.model, lambda: _plain_term(trainer, inputs, reference, estimator))
     trainer.beta = 0.0
-    _, without = loss_and_gradient(
-        trainer.model, lambda: trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
-    )
+    _, without = loss_and_gradient(trainer.model, lambda: trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs))
     assert relative_error(with_term - without, plain) < 1e-4
     u = plain_logps(trainer.model, inputs).detach() - reference
     mask = inputs["completion_mask"]
@@ -131,9 +127,7 @@ def test_padding_does_not_enter_the_kl(method: str, estimator: str, tiny_model: 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo"])
 @pytest.mark.parametrize("option", ["kl", "policy_kl"])
-def test_accumulation_does_not_change_the_update(
-    option: str, loss_type: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_accumulation_does_not_change_the_update(option: str, loss_type: str, tiny_model: Path, tmp_path: Path) -> None:
     """One window of 4 micro-batches sums to the gradient of one batch of 4 groups. Catches a missing division."""
     settings: dict[str, Any] = {"loss_type": loss_type, "steps_per_generation": 8, "beta": 0.5}
     if option == "kl":
@@ -148,9 +142,7 @@ def test_accumulation_does_not_change_the_update(
     for part in parts:
         trainer.compute_loss(trainer.model, part).backward()
     accumulated = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-    whole = {
-        key: torch.cat([part[key] for part in parts]) if value.dim() else value for key, value in parts[0].items()
-    }
+    whole = {key: torch.cat([part[key] for part in parts]) if value.dim() else value for key, value in parts[0].items()}
     trainer.current_gradient_accumulation_steps = 1
     trainer.args.steps_per_generation = 2
     _, at_once = loss_and_gradient(trainer.model, lambda: trainer.compute_loss(trainer.model, whole))
@@ -196,9 +188,7 @@ def test_rloo_loss_placement_against_plain_logits(
         return trainer.beta * (per_token * inputs["completion_mask"]).sum(-1).mean()
 
     _, with_term = loss_and_gradient(trainer.model, lambda: trainer.compute_loss(trainer.model, inputs))
-    _, without = loss_and_gradient(
-        trainer.model, lambda: trl.RLOOTrainer._compute_loss(trainer, trainer.model, inputs)
-    )
+    _, without = loss_and_gradient(trainer.model, lambda: trl.RLOOTrainer._compute_loss(trainer, trainer.model, inputs))
     _, expected = loss_and_gradient(trainer.model, plain)
     assert relative_error(with_term - without, expected) < 1e-4
 

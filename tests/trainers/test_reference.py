@@ -55,9 +55,7 @@ def test_the_kl_of_step_0_is_zero(
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_a_frozen_adapter_is_an_error(
-    beta: float, tiny_model: Path, trained_adapter: Path, tmp_path: Path
-) -> None:
+def test_a_frozen_adapter_is_an_error(beta: float, tiny_model: Path, trained_adapter: Path, tmp_path: Path) -> None:
     """Loaded without is_trainable=True: training would "work" and change nothing."""
     config = GRPOConfig(**base_config(tmp_path, beta=beta))
     with pytest.raises(ValueError, match="is_trainable=True"):
@@ -69,7 +67,11 @@ def test_an_adapter_is_not_wrapped_twice(tiny_model: Path, trained_adapter: Path
     config = GRPOConfig(**base_config(tmp_path))
     with pytest.raises(ValueError, match="PeftModel"):
         GRPOTrainer(
-            loaded(tiny_model, trained_adapter, True), [spaces], args=config, train_dataset=prompts(), peft_config=lora()
+            loaded(tiny_model, trained_adapter, True),
+            [spaces],
+            args=config,
+            train_dataset=prompts(),
+            peft_config=lora(),
         )
 
 

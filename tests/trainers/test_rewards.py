@@ -92,7 +92,9 @@ def test_gdpo_logs_who_drives_the_update(tiny_model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
-@pytest.mark.parametrize(("generations", "values"), [(3, (0.7, 0.9)), (6, (0.7, 0.9)), (7, (5.3, 1.0)), (10, (0.3, 0.6))])
+@pytest.mark.parametrize(
+    ("generations", "values"), [(3, (0.7, 0.9)), (6, (0.7, 0.9)), (7, (5.3, 1.0)), (10, (0.3, 0.6))]
+)
 def test_constant_rewards_give_exactly_no_advantage(
     method: str, generations: int, values: tuple[float, float], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -294,7 +296,10 @@ def test_an_async_reward_works_with_every_option(tiny_model: Path, tmp_path: Pat
         return [float(len(text_of(c))) for c in completions]
 
     settings = base_config(
-        tmp_path, multi_objective_aggregation="gdpo", diversity_coef=0.1, reward_gates=[{"gate": "later", "threshold": 0}]
+        tmp_path,
+        multi_objective_aggregation="gdpo",
+        diversity_coef=0.1,
+        reward_gates=[{"gate": "later", "threshold": 0}],
     )
     trainer = train(GRPOTrainer, GRPOConfig(**settings), tiny_model, [later, spaces, characters])
     assert len(history(trainer, "gdpo/later/share")) == 2

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from trl_ext.formulas.checks import check_groups, check_rank
+from trl_ext.formulas.checks import at_least_float32, check_groups, check_rank
 
 Scale = Literal["group", "batch", "none"]
 
@@ -52,7 +52,7 @@ def group_advantages(
         eps: added to the std.
 
     Returns:
-        (N,), same dtype. Constant groups may keep rounding noise of up to about 1e-7 / eps, as in TRL; use
+        (N,), float32 or wider. Constant groups may keep rounding noise of up to about 1e-7 / eps, as in TRL; use
         `gdpo_advantages` where that matters.
 
     Raises:
@@ -60,6 +60,7 @@ def group_advantages(
     """
     check_rank("rewards", rewards, 1)
     check_groups("rewards", rewards.numel(), num_generations)
+    rewards = at_least_float32(rewards)
     grouped = rewards.reshape(-1, num_generations)
     stats = nan_stats(grouped, 1)
     centred = grouped - stats.mean
@@ -85,7 +86,7 @@ def leave_one_out_advantages(rewards: torch.Tensor, num_generations: int) -> tor
     """
     check_rank("rewards", rewards, 1)
     check_groups("rewards", rewards.numel(), num_generations)
-    grouped = rewards.reshape(-1, num_generations)
+    grouped = at_least_float32(rewards).reshape(-1, num_generations)
     known = ~grouped.isnan()
     total = torch.where(known, grouped, torch.zeros_like(grouped)).sum(1, keepdim=True)
     others = known.sum(1, keepdim=True) - 1
@@ -118,6 +119,7 @@ def gdpo_terms(
     """Per-column group normalisation of GDPO, before the batch normalisation; see `gdpo_advantages`."""
     check_rank("rewards", rewards, 2)
     check_groups("rewards", rewards.shape[0], num_generations)
+    rewards = at_least_float32(rewards)
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
     if weights.shape != (rewards.shape[1],):
         raise ValueError(f"`weights` has shape {tuple(weights.shape)}, expected one per column: ({rewards.shape[1]},).")
@@ -164,6 +166,7 @@ def gdpo_advantages(
 
 def normalise_batch(values: torch.Tensor, eps: float = EPS, tie_tol: float = TIE_TOL) -> torch.Tensor:
     """(values - mean) / (std + eps) over all N entries; exactly 0 for NaN entries and for a tied batch."""
+    values = at_least_float32(values)
     stats = nan_stats(values, 0)
     normalised = (values - stats.mean) / (stats.std + eps)
     return torch.where(stats.tied(tie_tol) | values.isnan(), torch.zeros_like(values), normalised)
@@ -207,4 +210,4 @@ def zero_signal_groups(combined: torch.Tensor, num_generations: int, tie_tol: fl
     a group with rewards (1, 0) and (0, 1) that sum is constant although the components differ.
     """
     check_groups("combined", combined.numel(), num_generations)
-    return nan_stats(combined.reshape(-1, num_generations), 1).tied(tie_tol).squeeze(1)
+    return nan_stats(at_least_float32(combined).reshape(-1, num_generations), 1).tied(tie_tol).squeeze(1)

@@ -31,3 +31,8 @@ def check_groups(name: str, size: int, num_generations: int) -> None:
         raise ValueError(f"`num_generations` must be at least 1, got {num_generations}.")
     if size % num_generations:
         raise ValueError(f"`{name}` has {size} rows, which is not a multiple of num_generations={num_generations}.")
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """16-bit tensors in float32, others unchanged: the difference of two bfloat16 log-probabilities is mostly noise."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

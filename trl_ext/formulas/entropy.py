@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from trl_ext.formulas.checks import check_mask
+from trl_ext.formulas.checks import at_least_float32, check_mask
 
 Schedule = Literal["linear", "cosine"]
 
@@ -25,6 +25,7 @@ def mean_token_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Ten
     """
     check_mask(mask, entropies)
     real = mask.bool()
+    entropies = at_least_float32(entropies)
     total = torch.where(real, entropies, torch.zeros_like(entropies)).sum()
     return total / real.sum().clamp(min=1)
 

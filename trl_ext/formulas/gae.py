@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trl_ext.formulas.checks import check_mask, check_rank, check_same_shape
+from trl_ext.formulas.checks import at_least_float32, check_mask, check_rank, check_same_shape
 
 WHITEN_EPS = 1e-8
 # A standard deviation below this many units in the last place of the mean is rounding noise, not variation.
@@ -42,7 +42,7 @@ def token_rewards(kl: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor, be
     if not beta >= 0:
         raise ValueError(f"`beta` must be at least 0, got {beta}: a negative weight pays for leaving the reference.")
     real = mask.bool()
-    kl, scores = _at_least_float32(kl), _at_least_float32(scores)
+    kl, scores = at_least_float32(kl), at_least_float32(scores)
     penalty = -beta * torch.where(real, kl, torch.zeros_like(kl))
     score = torch.where(_is_last_real(real), scores.unsqueeze(1), torch.zeros_like(penalty))
     return penalty + score
@@ -90,21 +90,20 @@ def gae(
         if not 0 <= factor <= 1:
             raise ValueError(f"`{name}` must be in [0, 1], got {factor}.")
     real = mask.bool()
-    rewards, values = _at_least_float32(rewards), _at_least_float32(values)
-    rewards = torch.where(real, rewards, torch.zeros_like(rewards))
-    values = torch.where(real, values, torch.zeros_like(values))
+    rewards, values = at_least_float32(rewards), at_least_float32(values)
     next_value = _last_values(last_values, values)  # (B,)
     next_advantage = torch.zeros_like(next_value)
     columns = zip(rewards.unbind(1), values.unbind(1), real.unbind(1), strict=True)
     advantages: list[torch.Tensor] = []
     for reward, value, is_real in reversed(list(columns)):
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+        # Only the state of real tokens is carried on, so nothing under mask 0 is ever multiplied.
         next_advantage = torch.where(is_real, advantage, next_advantage)
         next_value = torch.where(is_real, value, next_value)
         advantages.append(advantage)
     stacked = torch.stack(advantages[::-1], dim=1) if advantages else torch.zeros_like(values)
-    stacked = torch.where(real, stacked, torch.zeros_like(stacked))
-    return stacked, stacked + values
+    zeros = torch.zeros_like(stacked)
+    return torch.where(real, stacked, zeros), torch.where(real, stacked + values, zeros)
 
 
 def masked_whiten(
@@ -135,19 +134,17 @@ def masked_whiten(
     if (mean is None) != (var is None):
         raise ValueError("Give both `mean` and `var`, or neither.")
     real = mask.bool()
-    values = _at_least_float32(values)
+    values = at_least_float32(values)
     zeros = torch.zeros_like(values)
-    count = real.sum()
     if mean is None or var is None:
-        mean = torch.where(real, values, zeros).sum() / count.clamp(min=1)
-        var = torch.where(real, values - mean, zeros).square().sum() / count.clamp(min=1)
-        enough = count >= 2
+        count = real.sum().clamp(min=1)
+        mean = torch.where(real, values, zeros).sum() / count
+        var = torch.where(real, values - mean, zeros).square().sum() / count  # exactly 0 for a single entry
     else:
         mean = torch.as_tensor(mean, dtype=values.dtype, device=values.device)
         var = torch.as_tensor(var, dtype=values.dtype, device=values.device)
-        enough = torch.ones_like(count, dtype=torch.bool)
     tie_std = _TIE_ULPS * torch.finfo(values.dtype).eps * mean.abs()
-    usable = enough & (var > tie_std.square())
+    usable = var > tie_std.square()
     # The square root of a variance of 0 has an infinite gradient, even when its result is thrown away below.
     std = torch.where(usable, var, torch.ones_like(var)).sqrt()
     centred = torch.where(real & usable, values - mean, zeros)
@@ -167,7 +164,3 @@ def _last_values(last_values: torch.Tensor | None, values: torch.Tensor) -> torc
     if last_values.shape != (len(values),):
         raise ValueError(f"`last_values` has shape {tuple(last_values.shape)}, expected ({len(values)},).")
     return last_values.to(values.dtype)
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

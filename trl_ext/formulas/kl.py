@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from trl_ext.formulas.checks import check_same_shape
+from trl_ext.formulas.checks import at_least_float32, check_mask, check_same_shape
 
 KLEstimator = Literal["k1", "k2", "k3"]
 ControllerRule = Literal["fixed", "proportional", "doubling"]
@@ -22,6 +22,7 @@ def kl_per_token(
     ref_logps: torch.Tensor,
     estimator: KLEstimator,
     max_log_ratio: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     r"""Estimate KL(policy || reference) at each token from samples of the policy.
 
@@ -40,16 +41,18 @@ def kl_per_token(
             (after it, 0 * inf would make the gradient NaN). `None` changes no bit. Ignored by k1 and k2, which have
             no exponential. Clamped tokens get no gradient: a value below about 10 also removes honest signal.
 
+        mask: (B, T), 1 = real token. It is applied *before* the exponential: an overflow under mask 0 would turn into
+            a NaN gradient even when the result is masked afterwards (0 * inf).
+
     Returns:
-        (B, T) in float32 or wider; k1 may be negative, k2 and k3 never are. Entries of padding are whatever the
-        inputs there give: mask them when reducing.
+        (B, T) in float32 or wider, 0 under mask 0; k1 may be negative, k2 and k3 never are. Without a mask, entries
+        of padding are whatever the inputs there give.
 
     Raises:
         ValueError: unknown estimator, or shapes that differ.
     """
     check_same_shape(logps=logps, ref_logps=ref_logps)
-    # bfloat16 keeps 3 digits: the difference of two log-probabilities would be mostly rounding error.
-    log_ratio = _at_least_float32(logps) - _at_least_float32(ref_logps)
+    log_ratio = _masked_difference(logps, ref_logps, mask)
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
@@ -62,7 +65,7 @@ def kl_per_token(
     raise ValueError(f"Unknown KL estimator {estimator!r}. Use 'k1', 'k2' or 'k3'.")
 
 
-def policy_kl(logps: torch.Tensor, old_logps: torch.Tensor) -> torch.Tensor:
+def policy_kl(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     r"""Estimate KL(old || new) at each token from samples of the old policy: exp(d) - 1 - d, d = logps - old_logps.
 
     This is the KL of the penalty form of PPO (Schulman et al. 2017, section 4) written with the k3 estimator; since
@@ -71,13 +74,22 @@ def policy_kl(logps: torch.Tensor, old_logps: torch.Tensor) -> torch.Tensor:
 
     Args:
         logps: (B, T), current policy, nats. old_logps: (B, T), policy that sampled, nats.
+        mask: (B, T), 1 = real token, applied before the exponential (see `kl_per_token`).
 
     Returns:
-        (B, T), never negative.
+        (B, T), never negative, 0 under mask 0.
     """
     check_same_shape(logps=logps, old_logps=old_logps)
-    difference = _at_least_float32(logps) - _at_least_float32(old_logps)
+    difference = _masked_difference(logps, old_logps, mask)
     return torch.expm1(difference) - difference
+
+
+def _masked_difference(first: torch.Tensor, second: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    difference = at_least_float32(first) - at_least_float32(second)
+    if mask is None:
+        return difference
+    check_mask(mask, difference)
+    return torch.where(mask.bool(), difference, torch.zeros_like(difference))
 
 
 def return_to_go(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -98,10 +110,6 @@ def return_to_go(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     masked = torch.where(real, per_token, torch.zeros_like(per_token))
     from_end = masked.flip(-1).cumsum(-1).flip(-1)
     return torch.where(real, from_end, torch.zeros_like(from_end))
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 @dataclass
@@ -146,7 +154,8 @@ class KLController:
         if not 0 < self.beta_min <= self.beta_max:
             raise ValueError(f"0 < beta_min <= beta_max is needed, got [{self.beta_min}, {self.beta_max}].")
         if not self.beta_min <= self.beta <= self.beta_max:
-            raise ValueError(f"beta={self.beta} lies outside [beta_min, beta_max] = [{self.beta_min}, {self.beta_max}].")
+            bounds = f"[{self.beta_min}, {self.beta_max}]"
+            raise ValueError(f"beta={self.beta} lies outside [beta_min, beta_max] = {bounds}.")
 
     def update(self, kl: float, n: int = 1) -> float:
         """Move beta after a measured mean `kl` (nats per token) over `n` sequences; returns the new beta.
@@ -160,7 +169,8 @@ class KLController:
             raise ValueError(f"The KL controller got kl={kl}; the policy has diverged or the estimator overflowed.")
         if self.rule == "proportional":
             error = min(max(kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-            self.beta *= math.exp(error * n / self.horizon)
+            # e^700 is the largest float: a short horizon must end at a bound, not in an OverflowError.
+            self.beta *= math.exp(min(error * n / self.horizon, 700.0))
         elif kl > 1.5 * self.target:
             self.beta *= 2
         elif kl < self.target / 1.5:

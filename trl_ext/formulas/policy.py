@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trl_ext.formulas.checks import check_mask, check_same_shape
+from trl_ext.formulas.checks import at_least_float32, check_mask, check_same_shape
 
 
 def clipped_policy_loss(
@@ -47,22 +47,16 @@ def clipped_policy_loss(
     if not epsilon_high >= 0:
         raise ValueError(f"`epsilon_high` must be at least 0, got {epsilon_high}.")
     # bfloat16 keeps 3 digits: the difference of two log-probabilities would be mostly rounding error.
-    log_ratio = _at_least_float32(logps) - _at_least_float32(old_logps)
-    advantages = _at_least_float32(advantages)
+    log_ratio = at_least_float32(logps) - at_least_float32(old_logps)
+    advantages = at_least_float32(advantages)
     if mask is not None:
         check_mask(mask, logps)
-        real = mask.bool()
-        log_ratio = torch.where(real, log_ratio, torch.zeros_like(log_ratio))
-        advantages = torch.where(real, advantages, torch.zeros_like(advantages))
+        advantages = torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
     ratio = log_ratio.detach().exp()
     upper, lower = torch.full_like(ratio, 1 + epsilon_high), torch.full_like(ratio, 1 - epsilon)
     above, below = (advantages > 0) & (ratio > upper), (advantages < 0) & (ratio < lower)
-    # A zero advantage has no loss at any ratio; 0 * inf would be NaN.
+    # A zero advantage (padding among them) has no loss at any ratio, NaN included; 0 * inf would be NaN.
     is_constant = above | below | (advantages == 0)
     # Chosen before the exponential: an overflowing ratio has gradient 0 * inf = NaN even when the minimum ignores it.
     free_ratio = torch.where(is_constant, torch.zeros_like(log_ratio), log_ratio).exp()
     return -torch.where(above, upper, torch.where(below, lower, free_ratio)) * advantages
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

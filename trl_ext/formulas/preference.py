@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trl_ext.formulas.checks import check_rank, check_same_shape
+from trl_ext.formulas.checks import at_least_float32, check_rank, check_same_shape
 
 
 def dpop_loss(
@@ -52,8 +52,8 @@ def dpop_loss(
         raise ValueError(f"`beta` must be greater than 0, got {beta}.")
     if not dpop_lambda >= 0:
         raise ValueError(f"`dpop_lambda` must be at least 0, got {dpop_lambda}.")
-    chosen_log_ratio = _at_least_float32(chosen_logps) - _at_least_float32(ref_chosen_logps)
-    rejected_log_ratio = _at_least_float32(rejected_logps) - _at_least_float32(ref_rejected_logps)
+    chosen_log_ratio = at_least_float32(chosen_logps) - at_least_float32(ref_chosen_logps)
+    rejected_log_ratio = at_least_float32(rejected_logps) - at_least_float32(ref_rejected_logps)
     # relu and not clamp: at the kink, where training starts, relu has gradient 0 and clamp has gradient 1.
     penalty = torch.relu(-chosen_log_ratio)
     logits = beta * (chosen_log_ratio - rejected_log_ratio - dpop_lambda * penalty)
@@ -85,7 +85,7 @@ def project_update(update_gradient: torch.Tensor, chosen_gradient: torch.Tensor)
         ValueError: shapes differ.
     """
     check_same_shape(update_gradient=update_gradient, chosen_gradient=chosen_gradient)
-    gradient, chosen = _at_least_float32(update_gradient), _at_least_float32(chosen_gradient)
+    gradient, chosen = at_least_float32(update_gradient), at_least_float32(chosen_gradient)
     if gradient.numel() == 0:
         return gradient
     # Only the direction of c matters; scaling it first keeps c . c from underflow and overflow.
@@ -95,7 +95,3 @@ def project_update(update_gradient: torch.Tensor, chosen_gradient: torch.Tensor)
     squared_norm = torch.where(no_direction, torch.ones_like(size), direction.square().sum())
     harm = torch.relu((gradient * direction).sum())
     return gradient - harm / squared_norm * direction
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -46,6 +46,8 @@ def gate_rewards(
             raise ValueError(f"Column {column} does not exist; `rewards` has {columns} column(s).")
     if gate in gated:
         raise ValueError(f"Column {gate} cannot gate itself: remove it from `gated`.")
+    if not gated:
+        return rewards.clone()
     passed = rewards[:, gate] >= threshold  # NaN compares False
     selected = rewards[:, list(gated)]
     failed = ~passed.unsqueeze(1) & ~selected.isnan()

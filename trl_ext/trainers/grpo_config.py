@@ -28,7 +28,7 @@ class GRPOConfig(RolloutOptions, trl.GRPOConfig):
 
     def samples_are_used_once(self) -> bool:
         """Whether each sample meets only the policy that generated it, so that the importance ratio is exactly 1."""
-        generate_every = self.steps_per_generation * self.num_iterations
+        generate_every = (self.steps_per_generation or 1) * self.num_iterations
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
         return self.gradient_accumulation_steps % generate_every == 0 and not corrected
 

@@ -25,7 +25,7 @@ class GRPOTrainer(RolloutTrainer, trl.GRPOTrainer):
     entropy bonus is on) is without the KL term when `kl_estimator` is set; the term is `beta * kl`.
     """
 
-    @functools.wraps(trl.GRPOTrainer.__init__)
+    @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
@@ -103,7 +103,7 @@ class GRPOTrainer(RolloutTrainer, trl.GRPOTrainer):
             forward.kl = self._ext_estimate(forward.logps, forward)
             if self.args.use_bias_correction_kl:
                 # Per token also when the policy ratio is per sequence: a sequence weight would bias the gradient.
-                forward.kl = forward.kl * torch.exp(forward.logps - self._ext_old_logps(forward))
+                forward.kl = forward.kl * self._ext_ratio(forward)
             terms = self._ext_kl.value * self._ext_reduce(forward.kl, forward)
         per_token_policy_kl = self._ext_measure_policy_kl(forward)
         if per_token_policy_kl is not None and self._ext_policy_kl is not None and self._ext_policy_kl.value > 0:
@@ -119,12 +119,13 @@ class GRPOTrainer(RolloutTrainer, trl.GRPOTrainer):
             forward.inputs["ref_per_token_logps"],
             options.kl_estimator,  # type: ignore[arg-type]
             options.kl_max_log_ratio,
+            forward.mask,
         )
 
     def _ext_reduce(self, per_token: torch.Tensor, forward: PolicyForward) -> torch.Tensor:
         training = self.ext_mode == "train"
         window = Window(
-            max_completion_length=self.max_completion_length,
+            max_completion_length=int(self.max_completion_length or 0),
             accumulation=self.current_gradient_accumulation_steps if training else 1.0,
             # In evaluation the batch is neither split across steps nor accumulated.
             steps_per_generation=self.args.steps_per_generation if training else 1.0,

@@ -39,4 +39,4 @@ class RLOOConfig(RolloutOptions, trl.RLOOConfig):
 
     def samples_are_used_once(self) -> bool:
         """Whether each sample meets only the policy that generated it, so that the importance ratio is exactly 1."""
-        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+        return self.gradient_accumulation_steps % ((self.steps_per_generation or 1) * self.num_iterations) == 0

@@ -29,7 +29,7 @@ class RLOOTrainer(RolloutTrainer, trl.RLOOTrainer):
 
     entropy_coef: float = 0.0
 
-    @functools.wraps(trl.RLOOTrainer.__init__)
+    @functools.wraps(trl.RLOOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.entropy_coef = self.args.entropy_coef if isinstance(self.args, RLOOConfig) else 0.0
@@ -96,7 +96,7 @@ class RLOOTrainer(RolloutTrainer, trl.RLOOTrainer):
         if self.beta == 0.0:
             return torch.zeros((), device=mask.device)
         coefficient = self.beta
-        kl = self._ext_estimate(output["ext_old_per_token_logps"], output["ext_ref_per_token_logps"])
+        kl = self._ext_estimate(output["ext_old_per_token_logps"], output["ext_ref_per_token_logps"], mask)
         if self._ext_kl is not None:
             self._ext_account_reward_kl(kl, mask)
         gathered: Any = self.accelerator.gather(sequence_sums(kl, mask))
@@ -114,10 +114,10 @@ class RLOOTrainer(RolloutTrainer, trl.RLOOTrainer):
             self._ext_kl.window.add(total, tokens, sequences)
             self._ext_move_beta()
 
-    def _ext_estimate(self, logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
+    def _ext_estimate(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         options = self._ext_options
         estimator = options.kl_estimator or "k1"  # TRL's own, when only the aggregation is ours
-        return kl_per_token(logps, ref_logps, estimator, options.kl_max_log_ratio)  # type: ignore[arg-type]
+        return kl_per_token(logps, ref_logps, estimator, options.kl_max_log_ratio, mask)  # type: ignore[arg-type]
 
     # ---- loss --------------------------------------------------------------------------------------------------
 
@@ -148,9 +148,9 @@ class RLOOTrainer(RolloutTrainer, trl.RLOOTrainer):
             if self.ext_mode == "train" and self.accelerator.sync_gradients:
                 self.ext_log("entropy_coef", self.entropy_coef)
         if self._ext_kl_in_loss() and self._ext_kl is not None:
-            forward.kl = self._ext_estimate(forward.logps, forward.inputs["ext_ref_per_token_logps"])
+            forward.kl = self._ext_estimate(forward.logps, forward.inputs["ext_ref_per_token_logps"], forward.mask)
             if self.args.use_bias_correction_kl:
-                forward.kl = forward.kl * torch.exp(forward.logps - self._ext_old_logps(forward))
+                forward.kl = forward.kl * self._ext_ratio(forward)
             terms = terms + self._ext_kl.value * self._ext_mean_of_sums(forward.kl, forward)
         per_token_policy_kl = self._ext_measure_policy_kl(forward)
         if per_token_policy_kl is not None and self._ext_policy_kl is not None:

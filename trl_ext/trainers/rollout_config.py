@@ -82,8 +82,10 @@ class RolloutOptions:
     multi_objective_aggregation: str = _option(
         "sum_then_normalize", "sum_then_normalize, normalize_then_sum, gdpo or pareto."
     )
-    reward_gates: list[RewardGate] | None = _option(
-        None, "Gates applied before any normalisation: JSON mappings {gate, threshold, gated, floor}."
+    # A plain `field`: ruff takes RewardGate, a dict, for a mutable default.
+    reward_gates: list[RewardGate] | None = field(
+        default=None,
+        metadata={"help": "Gates applied before any normalisation: JSON mappings {gate, threshold, gated, floor}."},
     )
     diversity_coef: float = _option(0.0, "Weight of the added reward group_diversity.")
     diversity_ngram: int = _option(3, "n of the n-grams of group_diversity.")
@@ -214,7 +216,9 @@ def _check_policy_kl(config: Any) -> None:
     if config.policy_kl_coef < 0:
         raise ValueError(f"policy_kl_coef={config.policy_kl_coef} would reward leaving the old policy. Set it >= 0.")
     if config.kl_early_stop is not None and not config.kl_early_stop > 0:
-        raise ValueError(f"kl_early_stop={config.kl_early_stop} must be positive (nats per token), e.g. 0.02, or unset.")
+        raise ValueError(
+            f"kl_early_stop={config.kl_early_stop} must be positive (nats per token), e.g. 0.02, or unset."
+        )
     asked = {"policy_kl_coef": config.policy_kl_coef > 0, "kl_early_stop": config.kl_early_stop is not None}
     for name, is_set in asked.items():
         if is_set and config.samples_are_used_once():

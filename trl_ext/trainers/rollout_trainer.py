@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class RolloutTrainer(RolloutSeams):
     """Mixin in front of a TRL rollout trainer; the subclass says how the KL enters the loss or the reward."""
 
     _ext_options: RolloutOptions = RolloutOptions()
-    _ext_gates: list[ResolvedGate] = []
+    _ext_gates: Sequence[ResolvedGate] = ()
     _ext_diversity: DiversityReward | None = None
     _ext_kl: PenaltyCoefficient | None = None
     _ext_policy_kl: PenaltyCoefficient | None = None
@@ -142,6 +143,11 @@ class RolloutTrainer(RolloutSeams):
         """(B, T) log-probabilities of the policy that sampled; the current ones while it has not moved."""
         raise NotImplementedError
 
+    def _ext_ratio(self, forward: PolicyForward) -> torch.Tensor:
+        """(B, T) pi / pi_old per token, differentiable; 1 under the mask, where it must not overflow."""
+        log_ratio = forward.logps - self._ext_old_logps(forward)
+        return torch.where(forward.mask.bool(), log_ratio, torch.zeros_like(log_ratio)).exp()
+
     def _ext_group_weights(self, forward: PolicyForward, per_token: torch.Tensor) -> torch.Tensor:
         """`per_token` without the rows of groups that `skip_zero_signal_groups` leaves out."""
         signal = forward.inputs.get("ext_group_signal")
@@ -152,7 +158,7 @@ class RolloutTrainer(RolloutSeams):
     def _ext_measure_policy_kl(self, forward: PolicyForward) -> torch.Tensor | None:
         if self._ext_policy_kl is None:
             return None
-        return policy_kl(forward.logps, self._ext_old_logps(forward))
+        return policy_kl(forward.logps, self._ext_old_logps(forward), forward.mask)
 
     def _ext_account(self, forward: PolicyForward, per_token_policy_kl: torch.Tensor | None) -> None:
         """Log both KLs of this micro-batch and, at the end of the window, move coefficients and decide the stop.

@@ -1,0 +1,1 @@
+"""Builders that turn prompts into TRL data sets."""

@@ -1,0 +1,202 @@
+"""Step time and peak memory of our trainers against TRL's own class, in alternating turns.
+
+    python -m tests.benchmarks.step_cost [--method grpo] [--turns 8] [--steps 4] [--model FOLDER]
+
+One process per arm stays alive and they train in turn, a few steps each, so that a machine that slows down slows both.
+The figure is the ratio ours / TRL of the times of neighbouring turns: median, and the quartiles over the turns.
+Completions are fixed (sampling would give each arm other lengths), so generation is left out of the step, which makes
+the ratio stricter than in real training.
+
+Arms: "off" compares our class with every option at its default; "on" switches on every option of ours, against TRL
+with the same beta (the same reference forward) and entropy bonus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 64
+
+SHARED_ON: dict[str, dict[str, Any]] = {
+    "grpo": {"beta": 0.05, "num_iterations": 2, "entropy_coef": 0.01},
+    "rloo": {"beta": 0.05, "num_iterations": 2},
+}
+OURS_ON: dict[str, Any] = {
+    "kl_estimator": "k3",
+    "kl_controller": "proportional",
+    "kl_target": 0.05,
+    "policy_kl_coef": 0.1,
+    "policy_kl_controller": "doubling",
+    "policy_kl_target": 0.01,
+    "kl_early_stop": 1e9,
+    "multi_objective_aggregation": "gdpo",
+    "reward_gates": [{"gate": "even_tokens", "threshold": 0.1}],
+    "diversity_coef": 0.1,
+    "skip_zero_signal_groups": True,
+    "entropy_coef": 0.01,
+    "entropy_coef_final": 0.0,
+}
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Share of even token ids."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def first_token(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward of another scale."""
+    return [float(ids[0] % 100) for ids in completion_ids]
+
+
+def build_trainer(arm: str, method: str, model: str, folder: str, on: bool, steps: int) -> Any:
+    """The trainer of one arm, with completions that are the same in every arm."""
+    import trl
+
+    import trl_ext
+    from tests.trainers.harness import base_config, prompts
+
+    package = trl if arm == "trl" else trl_ext
+    settings = dict(SHARED_ON[method]) if on else {"num_iterations": 1}
+    if on and arm == "ours":
+        settings |= OURS_ON
+    config = base_config(
+        Path(folder),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        num_generations=8,
+        max_completion_length=TOKENS,
+        learning_rate=1e-6,
+        logging_steps=1,
+        **settings,
+    )
+    name = method.upper()
+    trainer = getattr(package, f"{name}Trainer")(
+        model, [even_tokens, first_token], args=getattr(package, f"{name}Config")(**config), train_dataset=prompts()
+    )
+    vocabulary = trainer.model.config.vocab_size
+
+    def fixed(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        rows = [
+            [40 + (row * 131 + k * k * 7) % (vocabulary - 50) for k in range(TOKENS)] for row in range(len(prompt_ids))
+        ]
+        return (rows, None) if method == "grpo" else rows
+
+    trainer._generate_single_turn = fixed
+    return trainer
+
+
+def worker(arm: str, method: str, model: str, on: bool, steps: int) -> None:
+    """Train `steps` steps for every line read, and answer with the seconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(arm, method, model, folder, on, steps)
+        for _ in sys.stdin:
+            start = time.perf_counter()
+            trainer.train()
+            seconds = time.perf_counter() - start
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            print("RESULT " + json.dumps({"seconds": seconds, "peak_mib": peak}), flush=True)
+
+
+class Arm:
+    """A worker process that trains when asked."""
+
+    def __init__(self, arm: str, method: str, model: str, on: bool, steps: int) -> None:
+        command = [sys.executable, "-m", "tests.benchmarks.step_cost", "--worker", arm, "--method", method]
+        command += ["--model", model, "--steps", str(steps), *(["--on"] if on else [])]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def turn(self) -> dict[str, float]:
+        """One turn; raises RuntimeError when the worker died."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+        raise RuntimeError(f"the worker ended with code {self.process.wait()}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+def compare(method: str, model: str, on: bool, turns: int, steps: int) -> dict[str, Any]:
+    """Alternate the two arms; the order within a pair is swapped every turn."""
+    arms = {name: Arm(name, method, model, on, steps) for name in ("trl", "ours")}
+    for arm in arms.values():
+        arm.turn()  # warm-up, not counted
+    pairs = []
+    for turn in range(turns):
+        order = ("trl", "ours") if turn % 2 == 0 else ("ours", "trl")
+        pairs.append({name: arms[name].turn() for name in order})
+    for arm in arms.values():
+        arm.close()
+    ratios = [pair["ours"]["seconds"] / pair["trl"]["seconds"] for pair in pairs]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {
+        "method": method,
+        "options": "on" if on else "off",
+        "turns": turns,
+        "steps_per_turn": steps,
+        "trl_seconds_per_step": statistics.median(pair["trl"]["seconds"] for pair in pairs) / steps,
+        "time_ratio": median,
+        "time_ratio_quartiles": [low, high],
+        "memory_ratio": pairs[-1]["ours"]["peak_mib"] / pairs[-1]["trl"]["peak_mib"],
+        "trl_peak_mib": pairs[-1]["trl"]["peak_mib"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--method", choices=["grpo", "rloo", "both"], default="both")
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--worker", choices=["trl", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--on", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.method, options.model, options.on, options.steps)
+        return
+    from tests.benchmarks.machine import describe, print_header
+
+    from trl_ext.models.embedded import resolve_model
+
+    print_header(" ".join(["python -m tests.benchmarks.step_cost", *sys.argv[1:]]))
+    model = resolve_model(options.model)
+    methods = ["grpo", "rloo"] if options.method == "both" else [options.method]
+    rows = [compare(method, model, on, options.turns, options.steps) for method in methods for on in (False, True)]
+    print("| trainer | options | TRL s/step | time ours / TRL (quartiles) | peak memory ours / TRL |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        low, high = row["time_ratio_quartiles"]
+        print(
+            f"| {row['method']} | {row['options']} | {row['trl_seconds_per_step']:.2f} | {row['time_ratio']:.3f} "
+            f"({low:.3f} - {high:.3f}) | {row['memory_ratio']:.3f} |"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / "step_cost.json"
+    temporary = target.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Trainer callbacks that watch and record a run."""

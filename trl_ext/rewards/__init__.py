@@ -1,0 +1,34 @@
+"""Reward functions for any TRL trainer that takes `reward_funcs`. Importing this package imports no optional package."""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "answer": "answers",
+    "completion_text": "text",
+    "instructions": "instructions",
+    "length": "length",
+    "length_window": "length",
+    "tone": "tone",
+}
+
+# Lowest and highest value of each reward, to put rewards of different scales on one 0..1 axis in reports.
+REWARD_RANGES: dict[str, tuple[float, float]] = {
+    "answer": (0.0, 1.0),
+    "instructions": (0.0, 1.0),
+    "length": (0.0, 100.0),
+    "tone": (-1.0, 1.0),
+}
+
+
+def load_reward(name: str) -> Any:
+    """The reward function called `name` (a key of `REWARD_RANGES`); ValueError lists the names that exist."""
+    if name not in REWARD_RANGES:
+        raise ValueError(f"unknown reward {name!r}; known: {', '.join(sorted(REWARD_RANGES))}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
