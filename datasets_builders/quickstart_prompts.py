@@ -8,9 +8,9 @@ if TYPE_CHECKING:
 
 # The chat templates of small models put a long default system prompt here; a short one keeps CPU steps affordable.
 _SYSTEM = {"role": "system", "content": "You are a cheerful assistant."}
-_PLACES = "the sea,a garden,a market,a small village,the night sky,a library,a mountain path,an old bridge,the moon,a river"
-_THINGS = "bread,tea,a bicycle,a kite,a letter,a clock,a violin,a map,winter,spring,rain,snow,a lamp,a song,a train,a boat"
-_BEINGS = "a cat,a dog,a teacher,a neighbour,a baker,a child,a farmer,a painter,an owl,a bee,a horse,a doctor,a robot,a fox"
+_PLACES = "the sea,a garden,a market,a small village,the night sky,a library,a mountain path,an old bridge,a river"
+_THINGS = "bread,tea,a bicycle,a kite,a letter,a clock,a violin,a map,winter,spring,rain,snow,a lamp,a song,a boat"
+_BEINGS = "a cat,a dog,a teacher,a neighbour,a baker,a child,a farmer,a painter,an owl,a bee,a horse,a doctor,a fox"
 TOPICS = [*_PLACES.split(","), *_THINGS.split(","), *_BEINGS.split(",")]
 KEYWORDS = ["light", "friend", "smile", "day", "home", "heart", "warm", "world"]
 

@@ -21,25 +21,21 @@ RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
 def parse(argv: list[str]) -> tuple[GRPOConfig, ModelConfig]:
     """The recipe, overridden by the command line; `--model` means `--model_name_or_path`."""
     parser = TrlParser((GRPOConfig, ModelConfig))
-    on_cpu = not torch.accelerator.is_available()
-    # float32 there: most CPUs only emulate bfloat16.
-    parser.set_defaults(use_cpu=on_cpu, bf16=False if on_cpu else None)
-    argv = [f"--model_name_or_path{item[7:]}" if item.split("=")[0] == "--model" else item for item in argv]
-    config = [] if "--config" in argv else ["--config", str(RECIPE)]
-    training_args, model_args = parser.parse_args_and_config([*config, *argv])
+    if not torch.accelerator.is_available():
+        # float32: most CPUs only emulate bfloat16.
+        parser.set_defaults(use_cpu=True, bf16=False)
+    argv = [item.replace("--model", "--model_name_or_path", item.split("=")[0] == "--model") for item in argv]
+    args, model_args = parser.parse_args_and_config(argv if "--config" in argv else ["--config", str(RECIPE), *argv])
     model_args.model_name_or_path = resolve_model(model_args.model_name_or_path)
-    kept = {"revision": model_args.model_revision, "attn_implementation": model_args.attn_implementation}
-    training_args.model_init_kwargs = {"dtype": model_args.dtype, **kept, **(training_args.model_init_kwargs or {})}
-    return training_args, model_args
+    loading = {name: getattr(model_args, name) for name in ("dtype", "attn_implementation")}
+    args.model_init_kwargs = {"revision": model_args.model_revision, **loading, **(args.model_init_kwargs or {})}
+    return args, model_args
 
 
 def main(argv: list[str]) -> None:
     """Train, evaluate, report."""
-    console = Console()
     args, model_args = parse(argv)
-    wanted, args.output_dir = args.output_dir, str(new_run_folder(args.output_dir))
-    if args.output_dir != wanted:
-        console.print(f"{wanted} holds an earlier run and is kept; this run starts clean in {args.output_dir}")
+    args.output_dir = str(new_run_folder(args.output_dir))
     train, heldout = build_quickstart_prompts(seed=args.seed)
     trainer = GRPOTrainer(
         model=model_args.model_name_or_path,
@@ -54,14 +50,10 @@ def main(argv: list[str]) -> None:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgress())
     measured = BeforeAfter(trainer, heldout, REWARD_RANGES)
-    try:
-        trainer.train()
-    except KeyboardInterrupt:
-        console.print(f"\nInterrupted. Metrics so far: {args.output_dir}/metrics.jsonl. Run the command again to start.")
-        sys.exit(130)
+    trainer.train()
     trainer.save_model()
     table, report = measured.finish("Quickstart")
-    console.print(table, f"Report: {report}", sep="\n")
+    Console().print(table, f"Report: {report}", sep="\n")
 
 
 if __name__ == "__main__":

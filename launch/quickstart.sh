@@ -13,4 +13,6 @@ case " $* " in
     *) export HF_HUB_OFFLINE=1 ;;
 esac
 export TOKENIZERS_PARALLELISM=false
+# The libraries' deprecation warnings about each other would tear the progress bar.
+export PYTHONWARNINGS="ignore::FutureWarning${PYTHONWARNINGS:+,$PYTHONWARNINGS}"
 exec "${TRL_EXT_VENV:-$root/.venv}/bin/python" "$root/launch/quickstart.py" "$@"

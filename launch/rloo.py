@@ -4,7 +4,8 @@ One process:     python launch/rloo.py --config FILE.yaml [--option value ...]
 Several:         trl-ext rloo --config FILE.yaml --accelerate_config zero2 [--option value ...]
 """
 
+from datasets_builders.embedded_prompts import prepare_embedded_prompts
 from trl_ext.scripts import run_training_script
 
 if __name__ == "__main__":
-    run_training_script("rloo")
+    run_training_script("rloo", datasets={"embedded": prepare_embedded_prompts})

@@ -84,8 +84,12 @@ class TestDirection:
         assert "nn.Module" not in path.read_text(encoding="utf-8")
 
     def test_seams_import_formulas_at_most(self) -> None:
+        """And the helper that needs nothing itself."""
         ours = [name for name in imports_of(PACKAGE / "seams.py") if is_within(name, "trl_ext", *OUTSIDE)]
-        assert not [name for name in ours if not is_within(name, "trl_ext.formulas")]
+        assert not [name for name in ours if not is_within(name, "trl_ext.formulas", "trl_ext.temporarily")]
+        assert not [
+            name for name in imports_of(PACKAGE / "temporarily.py") if is_within(name, "trl_ext", "torch", "trl")
+        ]
 
     @pytest.mark.parametrize("path", files("trainers"), ids=relative)
     def test_trainers_import_nothing_above_them(self, path: Path) -> None:

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 import trl_ext
 from tests.trainers.harness import base_config, prompts, spaces
 from trl_ext import seams
-from trl_ext.seams import GRPO, RLOO, TRL_SEAMS, RolloutSeams, Seam, body_hash, changed_seams, reward_names, temporarily
+from trl_ext.seams import GRPO, RLOO, TRL_SEAMS, RolloutSeams, Seam, body_hash, changed_seams, reward_names
+from trl_ext.temporarily import temporarily
 
 PACKAGE = Path(trl_ext.__file__).resolve().parent
 OWNERS = {GRPO: trl.GRPOTrainer, RLOO: trl.RLOOTrainer}

@@ -5,11 +5,13 @@ for the duration: options, data loading, reward functions and saving all stay TR
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from trl_ext.temporarily import temporarily
 
 if TYPE_CHECKING:
     from trl import TrlParser
@@ -35,7 +37,9 @@ def launch_folder() -> Path:
     raise FileNotFoundError(f"no launch folder beside or inside {package}; reinstall trl-ext")
 
 
-def run_training_script(name: str, argv: Sequence[str] | None = None) -> None:
+def run_training_script(
+    name: str, argv: Sequence[str] | None = None, datasets: Mapping[str, Callable[[], Path]] | None = None
+) -> None:
     """Parse the command line and train: what `python -m trl.scripts.<name>` does, with this package's classes.
 
     `--model_name_or_path embedded` means the embedded default model.
@@ -43,6 +47,7 @@ def run_training_script(name: str, argv: Sequence[str] | None = None) -> None:
     Args:
         name: a key of `TRAINING_SCRIPTS`.
         argv: arguments; `sys.argv[1:]` by default.
+        datasets: names that `--dataset_name` knows beside paths and hub ids, with what makes the folder of each.
 
     Raises:
         UnknownOptionError: an option on the command line or in the `--config` file that nothing reads.
@@ -59,6 +64,8 @@ def run_training_script(name: str, argv: Sequence[str] | None = None) -> None:
         script_args, training_args, model_args, dataset_args = parsed
         if model_args.model_name_or_path is not None:
             model_args.model_name_or_path = resolve_model(model_args.model_name_or_path)
+        if datasets and script_args.dataset_name in datasets:
+            script_args.dataset_name = str(datasets[script_args.dataset_name]())
         script.main(script_args, training_args, model_args, dataset_args)
 
 
@@ -82,23 +89,12 @@ def our_classes(name: str, only_config: bool = False) -> Iterator[ModuleType]:
     prefix = TRAINING_SCRIPTS[name]
     script = importlib.import_module(f"trl.scripts.{name}")
     with ExitStack() as stack:
-        stack.enter_context(_replaced(trl, f"{prefix}Config", getattr(trl_ext, f"{prefix}Config")))
+        stack.enter_context(temporarily(trl, **{f"{prefix}Config": getattr(trl_ext, f"{prefix}Config")}))
         if not only_config:
             trainer = getattr(trl_ext, f"{prefix}Trainer")
-            stack.enter_context(_replaced(trl, f"{prefix}Trainer", trainer))
-            stack.enter_context(_replaced(trainer, "end", _ending_together(trainer.end)))
+            stack.enter_context(temporarily(trl, **{f"{prefix}Trainer": trainer}))
+            stack.enter_context(temporarily(trainer, end=_ending_together(trainer.end)))
         yield script
-
-
-# Not `seams.temporarily`: importing that module costs the launcher several seconds.
-@contextmanager
-def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    previous = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, previous)
 
 
 def _ending_together(end: Any) -> Any:

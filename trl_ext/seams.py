@@ -14,14 +14,15 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from trl.trainer.utils import get_callable_name, get_config_model_id
 from typing_extensions import override
+
+from trl_ext.temporarily import temporarily
 
 if TYPE_CHECKING:
     # GRPO or RLOO; no common type has the private attributes of both.
@@ -117,19 +118,6 @@ TRL_SEAMS = (
         "extra keys ride along when dim 0 is B",
     ),
 )
-
-
-@contextmanager
-def temporarily(target: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes for the duration of the block and restore them, also after an exception."""
-    previous = {name: getattr(target, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            setattr(target, name, value)
 
 
 def reward_names(reward_funcs: Any) -> list[str]:

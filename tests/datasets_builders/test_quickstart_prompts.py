@@ -43,8 +43,8 @@ def test_rows_go_through_the_rewards():
         f"It is {row['answer']}." if row["answer"] else " ".join(row["instruction_kwargs"][0]["keywords"])
         for row in heldout
     ]
-    assert load_reward("answer")(completions=perfect, **columns) == [1.0] * 4 + [None] * 4
-    assert load_reward("instructions")(completions=perfect, **columns) == [None] * 4 + [1.0] * 4
+    assert load_reward("answer_reward")(completions=perfect, **columns) == [1.0] * 4 + [None] * 4
+    assert load_reward("instruction_reward")(completions=perfect, **columns) == [None] * 4 + [1.0] * 4
 
 
 def test_more_prompts_than_exist_are_refused():

@@ -296,15 +296,24 @@ class TestTies:
         assert gdpo_terms(rewards, 2, [1.0], tie_tol=1e-2).tied.tolist() == [[True], [False]]
         assert gdpo_terms(rewards, 2, [1.0]).tied.tolist() == [[False], [False]]
 
-    @pytest.mark.xfail(
-        strict=True, reason="the statistics are taken in bfloat16, whose rounding is larger than tie_tol: +-0.93"
-    )
     def test_constant_groups_are_exactly_zero_in_bfloat16(self) -> None:
         """Catches: statistics in half precision."""
         for num_generations in ROUNDING_GROUPS:
             for offset in OFFSETS:
                 rewards = torch.full((2 * num_generations, 1), offset, dtype=torch.bfloat16)
                 assert not gdpo_advantages(rewards, num_generations, [1.0]).any()
+                assert zero_signal_groups(rewards[:, 0], num_generations).all()
+
+    def test_bfloat16_rewards_are_computed_in_float32(self) -> None:
+        """Catches: a mean with 3 digits (of 100.5 and 101 for example) in any of the advantages."""
+        rewards = (100 + random_rewards(12, 2)).to(torch.bfloat16)
+        for function in (
+            lambda r: group_advantages(r[:, 0], 4),
+            lambda r: leave_one_out_advantages(r[:, 0], 4),
+            lambda r: gdpo_advantages(r, 4, [1.0, 1.0]),
+        ):
+            assert function(rewards).dtype == torch.float32
+            torch.testing.assert_close(function(rewards), function(rewards.float()), rtol=0, atol=0)
 
 
 class TestGDPOMissing:

@@ -99,5 +99,7 @@ def test_the_bar_shows_the_reward_means():
     bar.set_postfix = lambda values: setattr(bar, "shown", values)
     callback = RewardProgress()
     callback.training_bar = bar
-    callback.on_log(None, None, None, logs={"rewards/tone/mean": 0.256, "rewards/tone/std": 1.0, "rewards/a/mean": None})
+    callback.on_log(
+        None, None, None, logs={"rewards/tone_reward/mean": 0.256, "rewards/tone/std": 1.0, "rewards/a/mean": None}
+    )
     assert bar.shown == {"tone": "0.26"}

@@ -2,10 +2,8 @@
 
 import pytest
 
-from trl_ext.rewards import load_reward
+from trl_ext.rewards import answer_reward
 from trl_ext.rewards.answers import matches
-
-answer = load_reward("answer")
 
 
 @pytest.mark.parametrize(
@@ -49,9 +47,11 @@ def test_does_not_give_the_answer(text, expected):
 
 
 def test_rows_without_an_answer_do_not_apply():
-    assert answer(["7", "8", "9"], answer=["7", "7", None]) == [1.0, 0.0, None]
-    assert answer(["7"]) == [None]
+    assert answer_reward(["7", "8", "9"], answer=["7", "7", None]) == [1.0, 0.0, None]
+    assert answer_reward(["7"]) == [None]
 
 
 def test_formats_agree():
-    assert answer([[{"role": "assistant", "content": "It is 7"}]], answer=["7"]) == answer(["It is 7"], answer=["7"])
+    assert answer_reward([[{"role": "assistant", "content": "It is 7"}]], answer=["7"]) == answer_reward(
+        ["It is 7"], answer=["7"]
+    )

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("if_verifiable")
 
-from trl_ext.rewards import instructions
+from trl_ext.rewards import instruction_reward
 
 IDS = ["keywords:existence", "punctuation:no_comma"]
 # As Arrow gives them back: every dict has every key, filled up with None.
@@ -12,7 +12,7 @@ ARGUMENTS = [{"keywords": ["sun"], "num_words": None}, {"keywords": None, "num_w
 
 
 def rate(text):
-    return instructions([text], instruction_id_list=[IDS], instruction_kwargs=[ARGUMENTS])
+    return instruction_reward([text], instruction_id_list=[IDS], instruction_kwargs=[ARGUMENTS])
 
 
 @pytest.mark.parametrize(
@@ -27,19 +27,19 @@ def test_formats_agree():
 
 
 def test_rows_without_instructions_do_not_apply():
-    rewards = instructions(
+    rewards = instruction_reward(
         ["a", "b", "a, b"],
         instruction_id_list=[None, [], ["punctuation:no_comma"]],
         instruction_kwargs=[None, None, None],
     )
     assert rewards == [None, None, 0.0]
-    assert instructions(["a"]) == [None]
+    assert instruction_reward(["a"]) == [None]
 
 
 def test_ifbench_ids_work_without_a_network(monkeypatch):
     nltk = pytest.importorskip("nltk")
     monkeypatch.setattr(nltk, "download", lambda *args, **kwargs: pytest.fail("tried to download"))
-    values = instructions(
+    values = instruction_reward(
         ["one two three"],
         instruction_id_list=[["count:word_count_range"]],
         instruction_kwargs=[[{"min_words": 2, "max_words": 5}]],
@@ -49,11 +49,11 @@ def test_ifbench_ids_work_without_a_network(monkeypatch):
 
 def test_langdetect_gives_the_same_score_each_time():
     row = {"instruction_id_list": [["change_case:english_lowercase"]], "instruction_kwargs": [[{}]]}
-    assert len({instructions(["the cat sat on the mat by the door"], **row)[0] for _ in range(20)}) == 1
+    assert len({instruction_reward(["the cat sat on the mat by the door"], **row)[0] for _ in range(20)}) == 1
 
 
 def test_errors_name_the_row_and_the_id():
     with pytest.raises(ValueError, match="no_such"):
-        instructions(["a"], instruction_id_list=[["no_such"]])
+        instruction_reward(["a"], instruction_id_list=[["no_such"]])
     with pytest.raises(ValueError, match="row 0: 2 instruction ids but 1"):
-        instructions(["a"], instruction_id_list=[IDS], instruction_kwargs=[[{}]])
+        instruction_reward(["a"], instruction_id_list=[IDS], instruction_kwargs=[[{}]])

@@ -18,14 +18,15 @@ def test_import_loads_no_optional_package():
 
 
 @pytest.mark.parametrize(
-    "name, missing", [("tone", "vaderSentiment.vaderSentiment"), ("instructions", "if_verifiable.ifeval")]
+    "name, missing", [("tone_reward", "vaderSentiment.vaderSentiment"), ("instruction_reward", "if_verifiable.ifeval")]
 )
 def test_a_missing_package_names_the_extra(monkeypatch, name, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    if name == "tone":
+    if name == "tone_reward":
         from trl_ext.rewards.tone import _analyzer as cached
     else:
         from trl_ext.rewards.instructions import _ifeval as cached
+
         monkeypatch.setitem(sys.modules, "if_verifiable.ifeval.instructions_registry", None)
     cached.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'trl-ext\[quickstart\]'"):

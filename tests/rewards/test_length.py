@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_ext.rewards import length, length_window
+from trl_ext.rewards import length_reward, length_window
 from trl_ext.rewards.length import count_words
 
 
@@ -36,7 +36,7 @@ def test_chinese_is_paid_like_english_of_as_many_words():
 
 
 def test_formats_agree():
-    assert length(["one two three"]) == length([[{"role": "assistant", "content": "one two three"}]])
+    assert length_reward(["one two three"]) == length_reward([[{"role": "assistant", "content": "one two three"}]])
 
 
 @pytest.mark.parametrize("window", [(0, 5), (6, 5)])

@@ -14,7 +14,7 @@ from trl_ext.monitoring.run_folder import environment, read_metrics, write_atomi
 if TYPE_CHECKING:
     from rich.table import Table
 
-_HEADER = ("reward", "prompts", "before", "after", "change", "95 % interval")
+_HEADER = ("reward", "prompts", "before", "after", "change", "95 % of change")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: 1rem 0; } th, td { border-bottom: 1px solid #ddd; padding: .3rem .8rem; }
@@ -26,7 +26,7 @@ img { max-width: 100%; } pre { background: #f6f6f6; padding: .8rem; overflow-x: 
 def comparison_cells(row: Comparison) -> tuple[str, ...]:
     """The cells of one reward: means ± standard deviation over prompts, the change and its interval."""
     return (
-        row.name,
+        row.name.removesuffix("_reward"),
         str(row.prompts),
         f"{row.before:.2f} ± {row.before_spread:.2f}",
         f"{row.after:.2f} ± {row.after_spread:.2f}",
@@ -41,9 +41,9 @@ def comparison_table(rows: Sequence[Comparison]) -> "Table":
 
     table = Table(title="Held-out prompts: mean ± standard deviation over prompts")
     for name in _HEADER:
-        table.add_column(name, justify="left" if name == "reward" else "right")
+        table.add_column(name, justify="left" if name == "reward" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*comparison_cells(row), style="bold" if row.name == "overall" else "")
+        table.add_row(*comparison_cells(row), style="bold" if row.name == "overall" else None)
     return table
 
 

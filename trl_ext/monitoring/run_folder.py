@@ -17,9 +17,18 @@ def new_run_folder(wanted: str | os.PathLike[str]) -> Path:
     """Makes and returns `wanted`, or `wanted-2`, `wanted-3`, ... where that is taken.
 
     A run that was interrupted keeps its folder and the next one starts clean beside it, so no run ever mixes with
-    another. An empty folder counts as free.
+    another; the folder taken is printed. An empty folder counts as free.
     """
     wanted = Path(wanted)
+    folder = _first_free(wanted)
+    if folder == wanted:
+        print(f"Run folder: {folder}")
+    else:
+        print(f"Run folder: {folder} ({wanted} holds an earlier run, finished or not, and is kept)")
+    return folder
+
+
+def _first_free(wanted: Path) -> Path:
     number = 1
     while True:
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -92,7 +101,11 @@ class RewardProgress(ProgressCallback):
         """Shows the reward means of the last step."""
         if self.training_bar is None or not logs:
             return
-        means = {key.split("/")[1]: value for key, value in logs.items() if _is_reward_mean(key) and value is not None}
+        means = {
+            key.split("/")[1].removesuffix("_reward"): value
+            for key, value in logs.items()
+            if _is_reward_mean(key) and value is not None
+        }
         if means:
             self.training_bar.set_postfix({name: f"{float(value):.2f}" for name, value in means.items()})
 

@@ -1,23 +1,23 @@
-"""Reward functions for any TRL trainer that takes `reward_funcs`. Importing this package imports no optional package."""
+"""Reward functions for any TRL trainer that takes `reward_funcs`. Importing this package loads no optional package."""
 
 from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "answer": "answers",
+    "answer_reward": "answers",
     "completion_text": "text",
-    "instructions": "instructions",
-    "length": "length",
+    "instruction_reward": "instructions",
+    "length_reward": "length",
     "length_window": "length",
-    "tone": "tone",
+    "tone_reward": "tone",
 }
 
 # Lowest and highest value of each reward, to put rewards of different scales on one 0..1 axis in reports.
 REWARD_RANGES: dict[str, tuple[float, float]] = {
-    "answer": (0.0, 1.0),
-    "instructions": (0.0, 1.0),
-    "length": (0.0, 100.0),
-    "tone": (-1.0, 1.0),
+    "answer_reward": (0.0, 1.0),
+    "instruction_reward": (0.0, 1.0),
+    "length_reward": (0.0, 100.0),
+    "tone_reward": (-1.0, 1.0),
 }
 
 

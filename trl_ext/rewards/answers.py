@@ -11,9 +11,12 @@ _UNITS = (
     "seventeen eighteen nineteen twenty"
 ).split()
 _NUMBER_WORDS = {word: float(value) for value, word in enumerate(_UNITS)}
+# Latin letters and digits only: \w would count Chinese characters, and "答案是7" would hold no number.
+_BEFORE, _AFTER = "(?<![a-z0-9_])", "(?![a-z0-9_])"
 # A minus sign belongs to the number unless something countable stands before it ("10-4" holds 10 and 4).
 _NUMBER = re.compile(
-    rf"(?<![\w.])-?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\b(?:minus |negative )?(?:{'|'.join(_UNITS)})\b"
+    r"(?<![a-z0-9_.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+    rf"|{_BEFORE}(?:minus |negative )?(?:{'|'.join(_UNITS)}){_AFTER}"
 )
 
 
@@ -45,12 +48,12 @@ def matches(text: str, answer: str) -> bool:
     if number is not None:
         found = _NUMBER.findall(text)
         return bool(found) and abs(_value(found[-1]) - number) <= 1e-9 * max(1.0, abs(number))
-    left = r"(?<![a-z0-9])" if answer[:1].isascii() else ""
-    right = r"(?![a-z0-9])" if answer[-1:].isascii() else ""
+    left = _BEFORE if answer[:1].isascii() else ""
+    right = _AFTER if answer[-1:].isascii() else ""
     return bool(answer) and re.search(left + re.escape(answer) + right, text) is not None
 
 
-def answer(completions: list[Any], answer: list[str | None] | None = None, **kwargs: Any) -> list[float | None]:
+def answer_reward(completions: list[Any], answer: list[str | None] | None = None, **kwargs: Any) -> list[float | None]:
     """1 where the completion gives its row's `answer` (a dataset column), else 0; None where the row has no answer."""
     answers = answer or [None] * len(completions)
     return [

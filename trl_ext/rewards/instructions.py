@@ -71,7 +71,7 @@ def _follows(text: str, instruction_id: str, arguments: dict[str, Any] | None, p
         raise RuntimeError(f"instruction {instruction_id!r} needs nltk data that is not installed; drop it") from error
 
 
-def instructions(
+def instruction_reward(
     completions: list[Any],
     prompts: list[Any] | None = None,
     instruction_id_list: list[list[str] | None] | None = None,

@@ -26,7 +26,7 @@ def length_window(shortest: int, longest: int) -> Callable[..., list[float | Non
         longest: last rewarded length in words, at least `shortest`.
 
     Returns:
-        A reward function named `length`, values in [0, 100].
+        A reward function named `length_reward`, values in [0, 100].
 
     Raises:
         ValueError: if not 1 <= shortest <= longest.
@@ -39,11 +39,11 @@ def length_window(shortest: int, longest: int) -> Callable[..., list[float | Non
             return 100.0 * words / shortest
         return 100.0 * min(1.0, max(0.0, (2 * longest - words) / longest))
 
-    def length(completions: list[Any], **kwargs: Any) -> list[float | None]:
+    def length_reward(completions: list[Any], **kwargs: Any) -> list[float | None]:
         """Points in [0, 100] for the number of words of each completion."""
         return [score(count_words(completion_text(completion))) for completion in completions]
 
-    return length
+    return length_reward
 
 
-length = length_window(6, 15)
+length_reward = length_window(6, 15)

@@ -15,7 +15,7 @@ def _analyzer() -> Any:
     return SentimentIntensityAnalyzer()
 
 
-def tone(completions: list[Any], **kwargs: Any) -> list[float | None]:
+def tone_reward(completions: list[Any], **kwargs: Any) -> list[float | None]:
     """VADER's compound score of each completion, in [-1, 1]; 0 for an empty or neutral text.
 
     The lexicon is English: other languages score 0 unless they use its emoticons or emoji. It is easy to please with
