@@ -5,14 +5,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from datasets_builders.quickstart_prompts import build_quickstart_prompts
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.evaluation.before_after import BeforeAfter
 from trl_ext.models.embedded import resolve_model
-from trl_ext.monitoring.run_folder import MetricsFile, RewardProgress, new_run_folder
+from trl_ext.monitoring.run_folder import MetricsFile, new_run_folder, show_rewards
 from trl_ext.rewards import REWARD_RANGES, load_reward
 
 RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
@@ -46,9 +45,7 @@ def main(argv: list[str]) -> None:
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )
-    if not args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(RewardProgress())
+    show_rewards(trainer)
     measured = BeforeAfter(trainer, heldout, REWARD_RANGES)
     trainer.train()
     trainer.save_model()
@@ -57,4 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; what was logged is in the run folder. Run the same command again to start anew.")

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from trl_ext.monitoring import run_folder
-from trl_ext.monitoring.run_folder import MetricsFile, RewardProgress, new_run_folder, read_metrics, write_json
+from trl_ext.monitoring.run_folder import (
+    MetricsFile,
+    RewardProgress,
+    new_run_folder,
+    read_metrics,
+    show_rewards,
+    write_json,
+)
 
 
 def log(folder, step, main=True, **logs):
@@ -72,7 +79,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 
 def test_a_real_trainer_writes_a_line_per_log_and_shows_a_bar(tmp_path, capsys):
     import torch
-    from transformers import ProgressCallback, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     class Line(torch.nn.Module):
         def __init__(self):
@@ -85,8 +92,7 @@ def test_a_real_trainer_writes_a_line_per_log_and_shows_a_bar(tmp_path, capsys):
     args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=3, logging_steps=1, save_strategy="no")
     data = [{"x": torch.ones(()), "labels": torch.ones(())}] * 8
     trainer = Trainer(Line(), args, train_dataset=data, callbacks=[MetricsFile(tmp_path)])
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(RewardProgress())
+    show_rewards(trainer)
     trainer.train()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 3]
     shown = capsys.readouterr()

@@ -110,6 +110,12 @@ class RewardProgress(ProgressCallback):
             self.training_bar.set_postfix({name: f"{float(value):.2f}" for name, value in means.items()})
 
 
+def show_rewards(trainer: Any) -> None:
+    """Replaces the trainer's progress bar, if it has one, by `RewardProgress`."""
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(RewardProgress())
+
+
 def _is_reward_mean(key: str) -> bool:
     return key.startswith("rewards/") and key.endswith("/mean")
 
