@@ -281,9 +281,10 @@ class RolloutSeams(_TRLRolloutTrainer):
             return [None] * len(completions)
 
         not_scored_here.__name__ = name
-        self.reward_funcs.append(not_scored_here)
-        self.reward_processing_classes.append(None)
-        self.reward_func_names.append(name)
+        # New lists: TRL keeps the caller's own list of reward functions.
+        self.reward_funcs = [*self.reward_funcs, not_scored_here]
+        self.reward_processing_classes = [*self.reward_processing_classes, None]
+        self.reward_func_names = [*self.reward_func_names, name]
         weights: torch.Tensor = self.reward_weights
         self.reward_weights = torch.cat([weights, torch.tensor([weight], dtype=torch.float32)])
         return len(self.reward_funcs) - 1

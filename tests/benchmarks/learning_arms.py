@@ -72,7 +72,7 @@ class Arm:
     name: str
     trainer: str
     rewards: tuple[str, ...]
-    options: dict[str, Any]
+    options: dict[str, Any] = field(hash=False)
     metrics: tuple[str, ...]
     target: float | None = None
 

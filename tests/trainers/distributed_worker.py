@@ -50,7 +50,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "kl_estimator": "k1",
             "kl_placement": "reward",
             "multi_objective_aggregation": "gdpo",
-            "num_iterations": 2,
+            # From the third iteration on a stopped step skips even its forward.
+            "num_iterations": 4,
+            "max_steps": 8,
             "learning_rate": 0.5,
             "kl_early_stop": 1e-7,
         },

@@ -51,6 +51,10 @@ BOTH: list[tuple[dict[str, Any], str]] = [
 GRPO_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"multi_objective_aggregation": "gdpo", "scale_rewards": "batch"}, "scale_rewards"),
     ({"loss_type": "vespo", "kl_placement": "reward", "kl_estimator": "k1", "beta": 0.1}, "vespo"),
+    (
+        {"off_policy_mask_threshold": 0.5, "kl_placement": "reward", "kl_estimator": "k1", "beta": 0.1},
+        "off_policy_mask_threshold",
+    ),
     ({"entropy_coef_final": 0.1, "use_adaptive_entropy": True}, "use_adaptive_entropy"),
 ]
 

@@ -196,6 +196,14 @@ def test_diversity_is_a_weighted_reward(method: str, tiny_model: Path, tmp_path:
     assert trainer._metrics["train"]["rewards/group_diversity/mean"] == [pytest.approx(paid.mean().item())]
 
 
+def test_the_callers_list_of_rewards_is_left_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """A second trainer built from the same list must not meet our column in it."""
+    reward_funcs = [small]
+    for _ in range(2):
+        make("grpo", tiny_model, tmp_path, reward_funcs, diversity_coef=1.0)
+    assert reward_funcs == [small]
+
+
 def test_diversity_does_not_score_an_unscorable_row(tiny_model: Path, tmp_path: Path) -> None:
     _, output = scored("grpo", tiny_model, tmp_path, [missing], diversity_coef=1.0)
     assert output["advantages"][0] == 0.0

@@ -44,3 +44,9 @@ def _check_grpo(config: GRPOConfig) -> None:
             "kl_placement='reward' makes advantages differ per token, but loss_type='vespo' weights whole sequences "
             "by the sign of their advantage. Set kl_placement='loss', or another loss_type."
         )
+    if config.kl_placement == "reward" and config.off_policy_mask_threshold is not None:
+        raise ValueError(
+            "kl_placement='reward' makes advantages differ per token, but off_policy_mask_threshold="
+            f"{config.off_policy_mask_threshold} keeps or drops whole sequences by the sign of their advantage. Set "
+            "kl_placement='loss', or off_policy_mask_threshold=None."
+        )

@@ -112,10 +112,11 @@ def _gathered_ids(completion_ids: list[list[int]], accelerator: Any) -> tuple[to
 
 def apply_gates(
     rewards: torch.Tensor, gates: Sequence[ResolvedGate], num_generations: int
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Apply the gates in order; returns the new matrix and the pass rate of each gate."""
-    pass_rates = {}
+) -> tuple[torch.Tensor, list[tuple[str, float]]]:
+    """Apply the gates in order; returns the new matrix and (name, pass rate) of each gate."""
+    pass_rates = []
     for gate in gates:
-        pass_rates[gate.name] = (rewards[:, gate.gate] >= gate.threshold).float().mean().item()
+        passed = rewards[:, gate.gate] >= gate.threshold
+        pass_rates.append((gate.name, passed.float().mean().item()))
         rewards = gate_rewards(rewards, num_generations, gate.gate, gate.threshold, gate.gated, gate.floor)
     return rewards, pass_rates

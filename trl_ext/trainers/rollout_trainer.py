@@ -104,7 +104,7 @@ class RolloutTrainer(RolloutSeams):
         if self._ext_gates:
             self._ext_log_before_gates(rewards)
             rewards, pass_rates = apply_gates(rewards, self._ext_gates, generations)
-            for name, rate in pass_rates.items():
+            for name, rate in pass_rates:
                 self.ext_log(f"gates/{name}/pass_rate", rate)
         if self._ext_diversity is not None:
             rewards = self._ext_diversity.withhold(rewards, self.reward_weights.to(rewards.device))

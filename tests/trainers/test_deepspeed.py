@@ -1,0 +1,36 @@
+"""A real ZeRO-2 engine on two CPU processes: the early stop holds the weights there too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ZERO2 = ROOT / "launch" / "accelerate" / "zero2_cpu2.yaml"
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+
+
+def test_early_stop_under_zero2(tiny_model: Path, tmp_path: Path) -> None:
+    """DeepSpeed steps inside backward, on its own flat copies of the parameters; AdamW with weight decay.
+
+    Catches a stop that only zeroes gradients, and one that reaches the unwrapped optimiser alone.
+    """
+    pytest.importorskip("deepspeed")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ZERO2)]
+    command += ["-m", "tests.trainers.deepspeed_worker", str(tiny_model), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=500)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["engine"] == "DeepSpeedEngine" and first["processes"] == 2
+    assert first["skipped"] == second["skipped"] == [0, 1, 1, 0, 1, 1]
+    assert first["checksums"] == second["checksums"]
+    steps = first["checksums"]
+    for stopped in (1, 2, 4, 5):
+        assert steps[stopped] == steps[stopped - 1]
+    assert steps[0] != steps[3]
