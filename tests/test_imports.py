@@ -133,13 +133,7 @@ PUBLIC = [name for name in dir(trl) if not name.startswith("_") and not inspect.
 
 
 SUBMODULES = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-SHARED_SUBMODULES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.xfail(strict=True, reason=f"trl_ext.__getattr__ finds trl.{name} before our submodule"),
-    )
-    for name in sorted(SUBMODULES & set(dir(trl)))
-]
+SHARED_SUBMODULES = sorted(SUBMODULES & set(dir(trl)))
 
 
 class TestStandIn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -21,6 +22,13 @@ _OURS = {
     "RLOOConfig": "trl_ext.trainers.rloo_config",
     "RLOOTrainer": "trl_ext.trainers.rloo_trainer",
     "RewardGate": "trl_ext.trainers.reward_gate",
+}
+
+# TRL has modules of these names too.
+_SUBMODULES = {
+    path.stem
+    for path in Path(__file__).parent.iterdir()
+    if (path.suffix == ".py" or path.is_dir()) and not path.name.startswith("_")
 }
 
 if TYPE_CHECKING:
@@ -38,6 +46,8 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardGate
 def __getattr__(name: str) -> Any:
     if name in _OURS:
         value = getattr(importlib.import_module(_OURS[name]), name)
+    elif name in _SUBMODULES:
+        return importlib.import_module(f"trl_ext.{name}")
     elif name.startswith("_"):
         raise AttributeError(f"module 'trl_ext' has no attribute {name!r}")
     else:

@@ -11,9 +11,9 @@ from typing import Any
 def temporarily(target: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes for the duration of the block and restore them, also after an exception."""
     previous = {name: getattr(target, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(target, name, value)
     try:
+        for name, value in attributes.items():
+            setattr(target, name, value)
         yield
     finally:
         for name, value in previous.items():

@@ -43,11 +43,7 @@ ENVIRONMENT = {
 
 def run_all(name: str, seeds: list[int], steps: int, pool: ProcessPoolExecutor, folder: Path) -> list[Run]:
     """Every arm with every seed; the seeds of one arm are neighbours, in the order of the arms."""
-    jobs = [
-        pool.submit(train, arm, seed, steps, folder)
-        for arm in COMPARISONS[name].arms()
-        for seed in seeds
-    ]
+    jobs = [pool.submit(train, arm, seed, steps, folder) for arm in COMPARISONS[name].arms() for seed in seeds]
     for done, job in enumerate(as_completed(jobs), start=1):
         job.result()  # raises what the worker raised, at once
         if done % 10 == 0 or done == len(jobs):

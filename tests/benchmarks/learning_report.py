@@ -136,9 +136,7 @@ def panels(name: str, groups: Groups) -> list[list[tuple[str, list[Arm], str]]]:
     if name == "kl":
         chosen = [[arm for arm in arms if arm.target in (None, target)] for target in (0.1, 0.4)]
         metrics = (("kl (nats per token)", "kl"), ("beta", "kl_coef"), ("reward", "rewards/halves/mean"))
-        return [
-            [(f"{title}, target {part[-1].target}", part, metric) for title, metric in metrics] for part in chosen
-        ]
+        return [[(f"{title}, target {part[-1].target}", part, metric) for title, metric in metrics] for part in chosen]
     rows = []
     for group in dict.fromkeys(arm.group for arm in arms):
         part = [arm for arm in arms if arm.group == group]

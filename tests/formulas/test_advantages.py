@@ -311,6 +311,7 @@ class TestTies:
             lambda r: group_advantages(r[:, 0], 4),
             lambda r: leave_one_out_advantages(r[:, 0], 4),
             lambda r: gdpo_advantages(r, 4, [1.0, 1.0]),
+            lambda r: normalise_batch(r[:, 0]),
         ):
             assert function(rewards).dtype == torch.float32
             torch.testing.assert_close(function(rewards), function(rewards.float()), rtol=0, atol=0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 
 from trl_ext.rewards.text import completion_text
 
@@ -160,8 +161,7 @@ def compare(name: str, before: np.ndarray, after: np.ndarray, resamples: int = 1
         raise ValueError(f"{name}: no held-out prompt has a value")
     first, second = np.nanmean(before[applies], axis=1), np.nanmean(after[applies], axis=1)
     difference = second - first
-    chosen = np.random.default_rng(seed).integers(len(difference), size=(resamples, len(difference)))
-    low, high = np.quantile(difference[chosen].mean(axis=1), [0.025, 0.975])
+    low, high = _interval(difference, resamples, seed)
     spread = {"ddof": 1} if len(difference) > 1 else {}
     return Comparison(
         name=name,
@@ -176,9 +176,19 @@ def compare(name: str, before: np.ndarray, after: np.ndarray, resamples: int = 1
     )
 
 
+def _interval(difference: np.ndarray, resamples: int, seed: int) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean; the mean itself where nothing varies (SciPy would give NaN)."""
+    if len(difference) < 2 or np.ptp(difference) == 0:
+        return float(difference.mean()), float(difference.mean())
+    result = stats.bootstrap((difference,), np.mean, n_resamples=resamples, method="percentile", rng=seed)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
 def compare_all(before: Scored, after: Scored, ranges: dict[str, tuple[float, float]]) -> list[Comparison]:
     """One comparison per reward, then `overall` (0..1) over the rewards that have a range."""
-    rows = [compare(name, before.rewards[name], after.rewards[name]) for name in before.rewards]
+    # A reward that needs the whole group (group_diversity) scores no completion on its own.
+    scored = [name for name, values in before.rewards.items() if not np.isnan(values).all()]
+    rows = [compare(name, before.rewards[name], after.rewards[name]) for name in scored]
     if any(name in before.rewards for name in ranges):
         rows.append(compare("overall", overall(before, ranges), overall(after, ranges)))
     return rows

@@ -70,7 +70,7 @@ def group_advantages(
         centred = centred / (nan_stats(rewards, 0).std + eps)
     elif scale != "none":
         raise ValueError(f"Unknown scale {scale!r}. Use 'group', 'batch' or 'none'.")
-    return centred.reshape(-1).nan_to_num(nan=0.0)
+    return torch.where(grouped.isnan(), torch.zeros_like(centred), centred).reshape(-1)
 
 
 def leave_one_out_advantages(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

@@ -40,7 +40,6 @@ def kl_per_token(
         max_log_ratio: clamps u to [-max, max] *before* the exponential of k3, so that value and gradient stay finite
             (after it, 0 * inf would make the gradient NaN). `None` changes no bit. Ignored by k1 and k2, which have
             no exponential. Clamped tokens get no gradient: a value below about 10 also removes honest signal.
-
         mask: (B, T), 1 = real token. It is applied *before* the exponential: an overflow under mask 0 would turn into
             a NaN gradient even when the result is masked afterwards (0 * inf).
 
@@ -169,7 +168,7 @@ class KLController:
             raise ValueError(f"The KL controller got kl={kl}; the policy has diverged or the estimator overflowed.")
         if self.rule == "proportional":
             error = min(max(kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-            # e^700 is the largest float: a short horizon must end at a bound, not in an OverflowError.
+            # e^709 is the largest float: a short horizon must end at a bound, not in an OverflowError.
             self.beta *= math.exp(min(error * n / self.horizon, 700.0))
         elif kl > 1.5 * self.target:
             self.beta *= 2
@@ -185,4 +184,6 @@ class KLController:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the coefficient, clipped to the bounds of *this* run's config."""
         beta = float(state["beta"])
+        if not math.isfinite(beta):
+            raise ValueError(f"The saved beta is {beta}; delete the state to restart from the config's value.")
         self.beta = beta if self.rule == "fixed" else min(max(beta, self.beta_min), self.beta_max)

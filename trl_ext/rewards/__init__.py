@@ -1,4 +1,7 @@
-"""Reward functions for any TRL trainer that takes `reward_funcs`. Importing this package loads no optional package."""
+"""Reward functions for any TRL trainer that takes `reward_funcs`; those of `trl.rewards` are here too.
+
+Importing this package loads no optional package.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -29,6 +32,11 @@ def load_reward(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        return getattr(import_module("trl.rewards"), name)
+    except AttributeError:
+        raise AttributeError(f"neither {__name__} nor trl.rewards has an attribute {name!r}") from None
