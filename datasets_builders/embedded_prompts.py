@@ -1,4 +1,4 @@
-"""The quickstart's prompts as a folder that `--dataset_name` can load: what recipes mean by `dataset_name: embedded`."""
+"""The quickstart's prompts as a folder that `--dataset_name` can load: `dataset_name: embedded` in recipes."""
 
 import json
 import os

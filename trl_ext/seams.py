@@ -173,6 +173,9 @@ class ScoringRecord:
 class RolloutSeams(_TRLRolloutTrainer):
     """Interception of TRL's rollout trainers; hooks are the methods that start with `ext_`."""
 
+    reward_funcs: list[Any]
+    reward_processing_classes: list[Any]
+    reward_func_names: list[str]
     reward_weights: torch.Tensor
     _ext_forward: PolicyForward | None = None
     _ext_record: ScoringRecord | None = None

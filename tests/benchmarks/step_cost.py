@@ -176,7 +176,6 @@ def main() -> None:
         worker(options.worker, options.method, options.model, options.on, options.steps)
         return
     from tests.benchmarks.machine import describe, print_header
-
     from trl_ext.models.embedded import resolve_model
 
     print_header(" ".join(["python -m tests.benchmarks.step_cost", *sys.argv[1:]]))
