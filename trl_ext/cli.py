@@ -4,6 +4,7 @@ Nothing heavy is imported before the verb is known.
 """
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -55,12 +56,16 @@ def _train(name: str, arguments: list[str]) -> int:
         except (UnknownOptionError, ValueError, OSError) as error:
             print(f"trl-ext {name}: error: {error}", file=sys.stderr)
             return 2
-    launch_training_script(
-        # TRL joins this to its own script folder, and joining an absolute path gives that path.
-        script_name=str(launch_folder() / f"{name}.py"),
-        launch_args=launch_arguments,
-        training_script_args=_subtract_subsequence(arguments, argv_rest),
-    )
+    try:
+        launch_training_script(
+            # TRL joins this to its own script folder, and joining an absolute path gives that path.
+            script_name=str(launch_folder() / f"{name}.py"),
+            launch_args=launch_arguments,
+            training_script_args=_subtract_subsequence(arguments, argv_rest),
+        )
+    except subprocess.CalledProcessError as error:
+        # The script has printed its own error; the launcher's traceback would hide it.
+        return int(error.returncode)
     return 0
 
 

@@ -14,7 +14,7 @@ from trl_ext.monitoring.run_folder import environment, read_metrics, write_atomi
 if TYPE_CHECKING:
     from rich.table import Table
 
-_HEADER = ("reward", "prompts", "before", "after", "change", "95 % of change")
+_HEADER = ("reward", "n", "before", "after", "change", "95 % of change")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: 1rem 0; } th, td { border-bottom: 1px solid #ddd; padding: .3rem .8rem; }
@@ -39,7 +39,7 @@ def comparison_table(rows: Sequence[Comparison]) -> "Table":
     """The comparison as a Rich table."""
     from rich.table import Table
 
-    table = Table(title="Held-out prompts: mean ± standard deviation over prompts")
+    table = Table(title="Held-out prompts: mean ± standard deviation over n prompts")
     for name in _HEADER:
         table.add_column(name, justify="left" if name == "reward" else "right", no_wrap=True)
     for row in rows:
@@ -105,7 +105,7 @@ def html_report(
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1>
 <h2>Held-out prompts, before and after</h2>
-<p>Mean ± standard deviation over prompts, each reward in its own unit; the interval is of the paired change
+<p>Mean ± standard deviation over n prompts, each reward in its own unit; the interval is of the paired change
 (bootstrap over prompts). "overall" is the mean of the rewards, each put on 0..1 by its range.</p>
 {_html_table(_HEADER, [comparison_cells(row) for row in rows])}
 <h2>Training curves</h2>
