@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.learning [gdpo|kl|entropy|all] [--seeds 5] [--steps N] [--out tests/benchmarks/results]
 
-The policy is a random one-layer Llama with 1024 tokens that really learns: 32 completions of 8 tokens a step, Adam at
+The policy is a random one-layer Llama with 1024 tokens that really learns: 32 completions of 8 tokens a step, AdamW at
 3e-3. Rewards read the token ids. "Start" and "end" are means over the first and last 10 % of the steps; every cell is
 the mean over seeds 0, 1, ... ± standard deviation [lowest .. highest].
 
@@ -13,7 +13,7 @@ the mean over seeds 0, 1, ... ± standard deviation [lowest .. highest].
 - kl: `halves` (share of even id // 2) with k3 in the loss, from the same beta: fixed, or moved towards 0.1 or 0.4 nats
   per token. What counts is the mean over the last half of the run. The doubling rule may change beta by a factor 2 at
   every step, while the policy answers over tens of steps, so it swings between the bounds.
-- entropy: `halves` without, with and with a vanishing entropy bonus, for GRPO and RLOO.
+- entropy: `halves` without, with and with a vanishing entropy bonus, for GRPO and RLOO, without a KL term.
 """
 
 from __future__ import annotations

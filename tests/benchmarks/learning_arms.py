@@ -104,12 +104,14 @@ def kl_arms() -> list[Arm]:
     """The same starting beta, left alone or moved by a controller towards one of two targets."""
     metrics = ("kl", "kl_coef", "rewards/halves/mean")
     shared: dict[str, Any] = {"kl_estimator": "k3", "beta": 0.2}
-    # 32 sequences a step: an error of 20 % or more moves beta by e^(0.2 * 32 / 80) = 8 % a step.
-    moving = shared | {"kl_horizon": 80.0, "beta_min": 0.01, "beta_max": 10.0}
+    # 32 sequences a step: an error of 20 % or more moves beta by a factor e^(0.2 * 32 / 120) = 1.05 a step. The lower
+    # bound limits how far beta falls while the policy is still new, and so how far the KL shoots over the target later.
+    moving: dict[str, Any] = shared | {"beta_min": 0.05, "beta_max": 10.0}
+    rules: dict[str, dict[str, Any]] = {"proportional": {"kl_horizon": 120.0}, "doubling": {}}
     arms = [Arm("all", "fixed", "GRPO", ("halves",), shared, metrics)]
     for target in (0.1, 0.4):
-        for rule in ("proportional", "doubling"):
-            options = moving | {"kl_controller": rule, "kl_target": target}
+        for rule, own in rules.items():
+            options = moving | own | {"kl_controller": rule, "kl_target": target}
             arms.append(Arm("all", f"{rule} {target}", "GRPO", ("halves",), options, metrics, target))
     return arms
 
@@ -122,8 +124,9 @@ def entropy_arms() -> list[Arm]:
         "to zero": {"entropy_coef": 0.1, "entropy_coef_final": 0.0},
     }
     metrics = ("entropy", "rewards/halves/mean")
+    no_kl = {"beta": 0.0}  # RLOO's default of 0.05 would hold the entropy up by itself
     return [
-        Arm(trainer, name, trainer, ("halves",), options, metrics)
+        Arm(trainer, name, trainer, ("halves",), no_kl | options, metrics)
         for trainer in ("GRPO", "RLOO")
         for name, options in settings.items()
     ]

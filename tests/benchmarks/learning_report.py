@@ -68,7 +68,7 @@ def gdpo_table(groups: Groups) -> list[list[str]]:
             row += [spread(map(start_of, seeds), digits), spread(map(end_of, seeds), digits)]
             row.append(spread((steps_until(curve, LEARNT * scale) for curve in seeds), 0))
         share = "gdpo/small/share"
-        row.append(spread(map(start_of, curves(runs, share))) if share in arm.metrics else "not measured")
+        row.append(spread(map(start_of, curves(runs, share))) if share in arm.metrics else "n/a")
         rows.append(row)
     return rows
 
@@ -138,13 +138,14 @@ def panels(name: str, groups: Groups) -> list[list[tuple[str, list[Arm], str]]]:
         metrics = (("kl (nats per token)", "kl"), ("beta", "kl_coef"), ("reward", "rewards/halves/mean"))
         return [[(f"{title}, target {part[-1].target}", part, metric) for title, metric in metrics] for part in chosen]
     rows = []
+    pair: tuple[tuple[str, str], tuple[str, str]]
     for group in dict.fromkeys(arm.group for arm in arms):
         part = [arm for arm in arms if arm.group == group]
         if name == "gdpo":
-            metrics = (("small reward (scale 1)", "rewards/small/mean"), (group, f"rewards/{group}/mean"))
+            pair = (("small reward (scale 1)", "rewards/small/mean"), (group, f"rewards/{group}/mean"))
         else:
-            metrics = ((f"{group}: entropy (nats)", "entropy"), (f"{group}: reward", "rewards/halves/mean"))
-        rows.append([(title, part, metric) for title, metric in metrics])
+            pair = ((f"{group}: entropy (nats)", "entropy"), (f"{group}: reward", "rewards/halves/mean"))
+        rows.append([(title, part, metric) for title, metric in pair])
     return rows
 
 

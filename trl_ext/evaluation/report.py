@@ -25,13 +25,15 @@ img { max-width: 100%; } pre { background: #f6f6f6; padding: .8rem; overflow-x: 
 
 def comparison_cells(row: Comparison) -> tuple[str, ...]:
     """The cells of one reward: means ± standard deviation over prompts, the change and its interval."""
+    # Fewer digits for large values keep the table within 80 columns.
+    digits = 2 if max(abs(row.before), abs(row.after)) < 10 else 1
     return (
         row.name.removesuffix("_reward"),
         str(row.prompts),
-        f"{row.before:.2f} ± {row.before_spread:.2f}",
-        f"{row.after:.2f} ± {row.after_spread:.2f}",
-        f"{row.difference:+.2f}",
-        f"{row.low:+.2f} .. {row.high:+.2f}",
+        f"{row.before:.{digits}f} ± {row.before_spread:.{digits}f}",
+        f"{row.after:.{digits}f} ± {row.after_spread:.{digits}f}",
+        f"{row.difference:+.{digits}f}",
+        f"{row.low:+.{digits}f} .. {row.high:+.{digits}f}",
     )
 
 
@@ -70,6 +72,7 @@ def curves_png(metrics: Sequence[dict[str, Any]]) -> bytes:
         axes.plot(*zip(*points, strict=True), marker=".")
         axes.set_title(key.removeprefix("rewards/").removesuffix("/mean"))
         axes.set_xlabel("step")
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
