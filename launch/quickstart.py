@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
         quantization_config=get_quantization_config(model_args),
     )
     show_rewards(trainer)
-    measured = BeforeAfter(trainer, heldout, REWARD_RANGES)
+    measured = BeforeAfter(trainer, heldout, REWARD_RANGES, fresh_adapter=model_args.use_peft)
     trainer.train()
     trainer.save_model()
     table, report = measured.finish("Quickstart")

@@ -10,7 +10,7 @@ venv="${TRL_EXT_VENV:-$PWD/.venv}"
 export PATH="$venv/bin:$PATH"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
 # Two workers with one thread each are faster than two that fight over the cores.
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 # pytest keeps this folder, so the embedded model is converted once per checkout.
 export TRL_EXT_HOME="${TRL_EXT_HOME:-$PWD/.pytest_cache/trl_ext}"
 

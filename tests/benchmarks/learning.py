@@ -7,13 +7,14 @@ The policy is a random one-layer Llama with 1024 tokens that really learns: 32 c
 the mean over seeds 0, 1, ... ± standard deviation [lowest .. highest].
 
 - gdpo: `small` (share of even ids, 0 to 1) and `large` (100 * share of even id // 2) are independent and can both be
-  had. Summed first, the large one decides, *as long as it varies within a group*: once all completions earn it, its
-  variance is gone and the small one is learnt after it. `large_noisy` has noise of standard deviation 10 on top, as a
-  learned reward has, and never runs out of variance. TRL's `normalize_then_sum` is GDPO without the handling of ties.
+  had. TRL's default sums first, so the large one decides *as long as it varies within a group*: once every completion
+  earns it, its variance is gone and the small one is learnt after it. `large_noisy` has noise of standard deviation 10
+  on top, as a learned reward has, and never runs out of variance: the small one is then left to chance. TRL's
+  `normalize_then_sum` is GDPO without the handling of ties, so the two coincide where nothing is tied.
 - kl: `halves` (share of even id // 2) with k3 in the loss, from the same beta: fixed, or moved towards 0.1 or 0.4 nats
   per token. What counts is the mean over the last half of the run. The doubling rule may change beta by a factor 2 at
-  every step, while the policy answers over tens of steps, so it swings between the bounds.
-- entropy: `halves` without, with and with a vanishing entropy bonus, for GRPO and RLOO, without a KL term.
+  every step, while the policy answers over tens of steps: its beta swings, and single steps stray more.
+- entropy: `halves` without, with, and with a vanishing entropy bonus, for GRPO and RLOO, without a KL term.
 """
 
 from __future__ import annotations

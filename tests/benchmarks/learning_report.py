@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from tests.benchmarks.learning_arms import Arm, Run
 
 Groups = dict[Arm, list[Run]]
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+# Dashes on top, so that two arms that coincide can both be seen.
+STYLES = (("tab:blue", "-"), ("tab:orange", "-"), ("tab:green", "--"))
 LEARNT = 0.9  # of the scale of a reward
 SMOOTH = 5  # steps
 
@@ -36,9 +37,14 @@ def last_half(curve: Sequence[float]) -> float:
 def steps_until(curve: Sequence[float], level: float) -> int:
     """Steps until the mean of the last `SMOOTH` steps reaches `level`; the length of the run if it never does."""
     for step in range(SMOOTH, len(curve) + 1):
-        if fmean(curve[step - SMOOTH : step]) >= level:
+        if value_at(curve, step) >= level:
             return step
     return len(curve)
+
+
+def value_at(curve: Sequence[float], step: int) -> float:
+    """Mean of the `SMOOTH` steps up to `step`, counted from 1."""
+    return fmean(curve[max(step - SMOOTH, 0) : step])
 
 
 def spread(values: Iterable[float], digits: int = 3) -> str:
@@ -57,9 +63,9 @@ def curves(runs: Sequence[Run], metric: str) -> list[list[float]]:
 
 
 def gdpo_table(groups: Groups) -> list[list[str]]:
-    """Both rewards at the start and the end, how long each took, and how the update is split at the start."""
+    """Both rewards: start, end and how long each took; and how far the small one is when the large one is learnt."""
     rows = [["large reward", "rule", "small: start", "small: end", "steps to 0.9", "large: start", "large: end"]]
-    rows[0] += ["steps to 90", "share of small at the start"]
+    rows[0] += ["steps to 90", "small when large is at 90", "share of small at the start"]
     for arm, runs in groups.items():
         row = [arm.group, arm.name]
         for name, scale in (("small", 1.0), (arm.group, 100.0)):
@@ -67,6 +73,8 @@ def gdpo_table(groups: Groups) -> list[list[str]]:
             digits = 3 if scale == 1.0 else 1
             row += [spread(map(start_of, seeds), digits), spread(map(end_of, seeds), digits)]
             row.append(spread((steps_until(curve, LEARNT * scale) for curve in seeds), 0))
+        pairs = [(run.curves["rewards/small/mean"], run.curves[f"rewards/{arm.group}/mean"]) for run in runs]
+        row.append(spread(value_at(small, steps_until(large, LEARNT * 100.0)) for small, large in pairs))
         share = "gdpo/small/share"
         row.append(spread(map(start_of, curves(runs, share))) if share in arm.metrics else "n/a")
         rows.append(row)
@@ -74,16 +82,18 @@ def gdpo_table(groups: Groups) -> list[list[str]]:
 
 
 def kl_table(groups: Groups) -> list[list[str]]:
-    """The measured KL over the last half of the run, against the target."""
-    rows = [["beta", "target", "kl, last half", "kl / target", "seeds within 20 %", "beta: end", "reward: end"]]
+    """The measured KL over the last half of the run, against the target: its mean, and how far single steps stray."""
+    rows = [["beta", "target", "kl, last half", "kl / target", "seeds within 20 %"]]
+    rows[0] += ["deviation within a run / target", "beta: end", "reward: end"]
     for arm, runs in groups.items():
         measured = [last_half(curve) for curve in curves(runs, "kl")]
         row = [arm.name.split()[0], "none" if arm.target is None else f"{arm.target}", spread(measured)]
         if arm.target is None:
-            row += ["", ""]
+            row += ["", "", ""]
         else:
             ratios = [value / arm.target for value in measured]
             row += [spread(ratios), f"{sum(abs(ratio - 1) <= 0.2 for ratio in ratios)} of {len(ratios)}"]
+            row.append(spread(pstdev(curve[len(curve) // 2 :]) / arm.target for curve in curves(runs, "kl")))
         row.append(spread(map(end_of, curves(runs, "kl_coef"))))
         row.append(spread(map(end_of, curves(runs, "rewards/halves/mean"))))
         rows.append(row)
@@ -118,7 +128,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 # ---- pictures ----------------------------------------------------------------------------------------------------
 
 
-def draw(axis: Any, runs: Sequence[Run], metric: str, label: str, colour: str) -> None:
+def draw(axis: Any, runs: Sequence[Run], metric: str, label: str, style: tuple[str, str]) -> None:
     """Mean over seeds of the smoothed curves, in a band from the lowest to the highest seed."""
     smooth = [
         [fmean(curve[max(step - SMOOTH + 1, 0) : step + 1]) for step in range(len(curve))]
@@ -126,7 +136,8 @@ def draw(axis: Any, runs: Sequence[Run], metric: str, label: str, colour: str) -
     ]
     columns = list(zip(*smooth, strict=True))
     steps = range(1, len(columns) + 1)
-    axis.plot(steps, [fmean(column) for column in columns], label=label, color=colour, linewidth=1.2)
+    colour, line = style
+    axis.plot(steps, [fmean(column) for column in columns], line, label=label, color=colour, linewidth=1.2)
     axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.2, linewidth=0)
 
 
@@ -155,6 +166,7 @@ def picture(name: str, groups: Groups) -> bytes:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image
 
     grid = panels(name, groups)
     figure, axes = pyplot.subplots(
@@ -162,8 +174,8 @@ def picture(name: str, groups: Groups) -> bytes:
     )
     for row, row_axes in zip(grid, axes, strict=True):
         for (title, arms, metric), axis in zip(row, row_axes, strict=True):
-            for arm, colour in zip(arms, COLOURS, strict=False):
-                draw(axis, groups[arm], metric, arm.name, colour)
+            for arm, style in zip(arms, STYLES, strict=False):
+                draw(axis, groups[arm], metric, arm.name, style)
             if metric == "kl":
                 axis.axhline(arms[-1].target, color="black", linestyle=":", linewidth=1)
             if metric in ("kl", "kl_coef"):
@@ -173,10 +185,12 @@ def picture(name: str, groups: Groups) -> bytes:
             axis.tick_params(labelsize=7)
     for row_axes in axes:
         row_axes[0].legend(fontsize=7)
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=80)
+    drawn, small = BytesIO(), BytesIO()
+    figure.savefig(drawn, format="png", dpi=80)
     pyplot.close(figure)
-    return buffer.getvalue()
+    # A palette takes a third of the bytes.
+    Image.open(drawn).convert("RGB").quantize(64).save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 # ---- files -------------------------------------------------------------------------------------------------------

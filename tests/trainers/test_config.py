@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +48,30 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"diversity_cap": 1.5}, "diversity_cap=1.5"),
     ({"diversity_min_reward": 0.0}, "no effect with diversity_coef"),
     ({"skip_zero_signal_groups": True, "beta": 0.1}, "Set kl_estimator="),
+    ({"diversity_coef": -0.1}, "pay for repeating"),
+    ({"diversity_ngram": 5}, "no effect with diversity_coef=0.0"),
+    (
+        {"kl_estimator": "k3", "beta": 0.1, "kl_controller": "doubling", "kl_target": 0.1, "kl_horizon": 3.0},
+        "no effect with kl_controller='doubling'",
+    ),
+    ({"beta_max": 3.0}, "no effect with kl_controller='fixed'"),
+    ({"policy_kl_horizon": 3.0}, "no effect with policy_kl_controller='fixed'"),
+    ({"entropy_coef_final": float("nan")}, "must be finite"),
+    ({"kl_early_stop": float("inf"), "num_iterations": 2}, "must be finite"),
+    (
+        {"kl_early_stop": 0.1, "steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 3},
+        "straddle",
+    ),
     ({"entropy_coef_schedule": "cosine"}, "without entropy_coef_final"),
     ({"entropy_coef_schedule": "step", "entropy_coef_final": 0.1}, "is unknown"),
 ]
 GRPO_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"multi_objective_aggregation": "gdpo", "scale_rewards": "batch"}, "scale_rewards"),
+    (
+        {"top_entropy_quantile": 0.5, "kl_placement": "reward", "kl_estimator": "k1", "beta": 0.1},
+        "top_entropy_quantile",
+    ),
+    ({"use_vllm": True, "policy_kl_coef": 1.0}, "used once"),
     ({"loss_type": "vespo", "kl_placement": "reward", "kl_estimator": "k1", "beta": 0.1}, "vespo"),
     (
         {"off_policy_mask_threshold": 0.5, "kl_placement": "reward", "kl_estimator": "k1", "beta": 0.1},
@@ -77,6 +99,21 @@ def test_rloo_bias_correction_needs_a_term(tmp_path: Path) -> None:
         RLOOConfig(**base_config(tmp_path, use_bias_correction_kl=True))
 
 
+def test_rloo_bias_correction_in_the_reward_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="RLOO's default"):
+        RLOOConfig(**base_config(tmp_path, kl_estimator="k3", use_bias_correction_kl=True))
+
+
+@pytest.mark.parametrize("config_class", [GRPOConfig, RLOOConfig])
+def test_a_config_with_gates_prints_pickles_and_copies(config_class: Any, tmp_path: Path) -> None:
+    """TrainingArguments prints itself through dataclasses.asdict, which rebuilds every dict from pairs."""
+    config = config_class(**base_config(tmp_path, reward_gates=[{"gate": "a", "threshold": "1e-3"}]))
+    gate = {"gate": "a", "threshold": 0.001, "gated": None, "floor": "worst"}
+    assert "1" in str(config) and dataclasses.asdict(config)["reward_gates"] == [gate]
+    assert pickle.loads(pickle.dumps(config)).reward_gates == [gate]
+    assert json.loads(config.to_json_string())["reward_gates"] == [gate]
+
+
 def must_not_load(*_: Any, **__: Any) -> None:
     raise AssertionError("a model was loaded before the arguments were checked")
 
@@ -88,6 +125,7 @@ def must_not_load(*_: Any, **__: Any) -> None:
         ({"reward_gates": [{"gate": "safety", "threshold": 0.5}]}, "no reward function is named 'safety'"),
         ({"reward_gates": [{"gate": "spaces", "threshold": 0.5, "gated": ["spaces"]}]}, "cannot gate itself"),
         ({"reward_weights": [1.0]}, "reward_weights has 1 entries for 2"),
+        ({"reward_weights": [1.0, 2.0], "multi_objective_aggregation": "pareto"}, "beyond sign and zero"),
     ],
 )
 def test_names_and_weights_are_checked_before_a_model_is_loaded(
@@ -122,6 +160,8 @@ def test_diversity_with_tools_is_refused(tmp_path: Path) -> None:
     config = GRPOConfig(**base_config(tmp_path, diversity_coef=0.1))
     with pytest.raises(ValueError, match="tool output"):
         GRPOTrainer("no/such/model", [spaces], args=config, tools=[print])
+    with pytest.raises(ValueError, match="rollout_func"):
+        GRPOTrainer("no/such/model", [spaces], args=config, rollout_func=print)
 
 
 def test_gates_from_the_command_line(tmp_path: Path) -> None:

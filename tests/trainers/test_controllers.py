@@ -129,6 +129,59 @@ def test_early_stop_freezes_until_the_next_generation(
     assert not torch.equal(copies[3][name], copies[4][name]), "training goes on after the next generation"
 
 
+class KeepsComputing(GRPOTrainer):
+    """As under DeepSpeed: a stopped step still runs forward and backward, only its update is withheld."""
+
+    def ext_update_is_skipped(self) -> bool:
+        return False
+
+
+def test_a_stopped_step_moves_no_coefficient(tiny_model: Path, tmp_path: Path) -> None:
+    """The frozen batch shows the same KL again and again; each time the doubling rule would act once more."""
+    settings = base_config(
+        tmp_path, num_iterations=4, max_steps=4, kl_early_stop=1e-9, policy_kl_coef=1.0,
+        policy_kl_controller="doubling", policy_kl_target=1e-7, beta=0.1, kl_estimator="k3",
+        kl_controller="doubling", kl_target=1e-7,
+    )  # fmt: skip
+    computing = train(KeepsComputing, GRPOConfig(**settings), tiny_model)
+    saving = train(GRPOTrainer, GRPOConfig(**settings), tiny_model)
+    assert_bit_equal(weights(computing), weights(saving))
+    assert computing.beta == saving.beta
+    assert computing._ext_policy_kl.value == saving._ext_policy_kl.value
+    assert history(computing, "kl_early_stop/skipped") == history(saving, "kl_early_stop/skipped") == [0, 1, 1, 1]
+
+
+def test_withheld_gradients_are_given_back(tiny_model: Path, tmp_path: Path) -> None:
+    """DeepSpeed's offload keeps its gradient buffers and fails when the stop takes them away."""
+    trainer = make("grpo", tiny_model, tmp_path, num_iterations=2, kl_early_stop=0.1)
+    optimizer = trainer.create_optimizer()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in parameters]
+    trainer._ext_stopped = True
+    optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+    assert all(parameter.grad is not None for parameter in parameters)
+    trainer._ext_stopped = False
+    optimizer.step()
+    assert not torch.equal(parameters[0], before[0])
+
+
+def test_an_infinite_policy_kl_stops_instead_of_failing(tiny_model: Path, tmp_path: Path) -> None:
+    trainer = make("grpo", tiny_model, tmp_path, num_iterations=2, kl_early_stop=0.1)
+    inputs = dict(batch(trainer))
+    inputs["old_per_token_logps"] = inputs["old_per_token_logps"] - 200.0
+    trainer.compute_loss(trainer.model, inputs)
+    assert trainer._ext_stopped
+
+
+def test_an_optimizer_made_by_deepspeed_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    trainer = make("grpo", tiny_model, tmp_path, num_iterations=2, kl_early_stop=0.1)
+    with pytest.raises(ValueError, match="Remove `optimizer`"):
+        trainer.ext_after_create_optimizer(object())
+
+
 def test_a_limit_never_reached_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     settings = base_config(tmp_path, num_iterations=2, max_steps=4)
     ours = train(GRPOTrainer, GRPOConfig(kl_early_stop=1e9, **settings), tiny_model)

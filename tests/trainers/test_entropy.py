@@ -69,6 +69,14 @@ def test_rloo_bonus_against_plain_logits(tiny_model: Path, tmp_path: Path) -> No
     assert relative_error(ours, expected) < 1e-4
 
 
+@pytest.mark.parametrize("method", CLASSES)
+def test_a_schedule_to_zero_logs_the_zero(method: str, tiny_model: Path, tmp_path: Path) -> None:
+    trainer_class, config_class = CLASSES[method]
+    settings = base_config(tmp_path, max_steps=3, entropy_coef=0.1, entropy_coef_final=0.0)
+    trainer = train(trainer_class, config_class(**settings), tiny_model)
+    assert history(trainer, "entropy_coef") == pytest.approx([0.1, 0.05, 0.0])
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("method", CLASSES)
 def test_the_schedule_starts_and_ends_exactly(method: str, schedule: str, tiny_model: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_each_rule_reaches_the_advantages(method: str, rule: str, tiny_model: Pa
         [small, large],
         beta=0.0,
         multi_objective_aggregation=rule,
-        reward_weights=[1.0, 2.0],
+        reward_weights=[1.0, 1.0] if rule == "pareto" else [1.0, 2.0],
     )
     w = torch.tensor([1.0, 2.0])
     z = torch.stack([group_advantages(MATRIX[:, k], 4) for k in range(2)], dim=1)
@@ -161,6 +161,37 @@ def test_a_gate_comes_before_any_normalisation(method: str, tiny_model: Path, tm
     assert metrics["gates/small/pass_rate"] == [3 / 8]
     assert metrics["gates/large/mean_before"] == [pytest.approx(sum(SECOND) / 8)]
     assert metrics["rewards/large/mean"] == [pytest.approx(gated.mean().item())]
+
+
+@pytest.mark.parametrize("floor", ["worst", "group_min"])
+def test_a_gated_cost_is_not_a_prize(floor: str, tiny_model: Path, tmp_path: Path) -> None:
+    """`large` has weight -1: a row that fails the gate gets the *largest* cost of its group, never 0."""
+    gates = [{"gate": "small", "threshold": 0.5, "floor": floor}]
+    trainer, output = scored(
+        "grpo", tiny_model, tmp_path, [small, large], reward_gates=gates, reward_weights=[0.0, -1.0]
+    )
+    assert list(trainer._logs["rewards"]["large"]) == [300.0, 100.0, 200.0, 300.0, 50.0, 80.0, 80.0, 80.0]
+    failed = MATRIX[:, 0] < 0.5
+    assert output["advantages"][failed].max() < output["advantages"][~failed].min()
+
+
+@pytest.mark.parametrize(("weights", "used"), [([1.0, 0.0], [0]), ([0.0, 1.0], [1]), ([1.0, -1.0], [0, 1])])
+def test_pareto_knows_sign_and_zero_of_the_weights(
+    weights: list[float], used: list[int], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Weight 0 leaves a reward out of the fronts, a negative one makes it a cost."""
+    _, output = scored(
+        "grpo", tiny_model, tmp_path, [small, large], reward_weights=weights, multi_objective_aggregation="pareto"
+    )
+    fronts = pareto_fronts((MATRIX * torch.tensor(weights))[:, used], 4).float()
+    assert torch.allclose(output["advantages"], group_advantages(-fronts, 4), atol=1e-4)
+
+
+def test_rloo_logs_zero_signal_without_the_kl_it_does_not_train_on(tiny_model: Path, tmp_path: Path) -> None:
+    """TRL's own value contains its k1 in the reward, which is not there when the KL is in the loss."""
+    settings = base_config(tmp_path, beta=0.5, kl_estimator="k2", kl_placement="loss")
+    trainer = train(RLOOTrainer, RLOOConfig(**settings), tiny_model, [ones])
+    assert history(trainer, "frac_reward_zero_std") == [1.0, 1.0]
 
 
 def test_safety_first_is_one_line(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Before/after evaluation: sample completions on held-out prompts, score them, compare prompt by prompt."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ def sample_completions(
     temperature: float = 1.0,
     seed: int = 0,
     batch_size: int = 32,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[list[str]]:
     """Sample from `model` with left padding, leaving its mode and torch's random state as they were.
 
@@ -63,11 +65,15 @@ def sample_completions(
         temperature: of sampling; use the one trained with, so that the policy measured is the policy trained.
         seed: the same seed before and after makes the comparison repeatable.
         batch_size: completions generated at a time.
+        chat_template_kwargs: for the chat template, as in training.
 
     Returns:
         Per prompt, `samples` texts.
     """
-    texts = [text for text in map(lambda prompt: _prompt_text(tokenizer, prompt), prompts) for _ in range(samples)]
+    template = chat_template_kwargs or {}
+    texts = [text for text in (_prompt_text(tokenizer, p, template) for p in prompts) for _ in range(samples)]
+    # A chat template writes the special tokens itself; a plain text gets the tokenizer's, as in training.
+    add_special_tokens = isinstance(prompts[0], str)
     was_training, side = model.training, tokenizer.padding_side
     flat: list[str] = []
     devices = [model.device] if model.device.type == "cuda" else []
@@ -78,7 +84,10 @@ def sample_completions(
             torch.manual_seed(seed)
             for start in range(0, len(texts), batch_size):
                 batch = tokenizer(
-                    texts[start : start + batch_size], return_tensors="pt", padding=True, add_special_tokens=False
+                    texts[start : start + batch_size],
+                    return_tensors="pt",
+                    padding=True,
+                    add_special_tokens=add_special_tokens,
                 ).to(model.device)
                 output = model.generate(
                     **batch,
@@ -98,23 +107,32 @@ def sample_completions(
     return [flat[i : i + samples] for i in range(0, len(flat), samples)]
 
 
-def _prompt_text(tokenizer: Any, prompt: Any) -> str:
+def _prompt_text(tokenizer: Any, prompt: Any, template: dict[str, Any]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template)
+
+
+def check_reward_functions(reward_funcs: Sequence[Any]) -> None:
+    """Raise `TypeError` for what `score` cannot call: a reward model, or an asynchronous function."""
+    for function in reward_funcs:
+        if isinstance(function, torch.nn.Module) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"the evaluation calls reward functions; wrap {function!r} in a synchronous function")
 
 
 def score(
     completions: list[list[str]],
     dataset: Any,
     reward_funcs: Sequence[Callable[..., list[float | None]]],
+    names: Sequence[str] | None = None,
 ) -> Scored:
     """Score sampled completions with reward functions, giving them the data set's columns as TRL does.
 
     Args:
         completions: per row of `dataset`, its samples (the same number for each).
         dataset: has a column `prompt`; the others go to the reward functions by name.
-        reward_funcs: TRL reward functions; their `__name__` names the result.
+        reward_funcs: TRL reward functions that need texts and columns only (not token ids or the trainer's state).
+        names: of the rewards; by default each function's `__name__`.
     """
     samples = len(completions[0])
     columns = {
@@ -124,12 +142,14 @@ def score(
     }
     prompts = list(dataset["prompt"])
     flat_prompts = [prompt for prompt in prompts for _ in range(samples)]
-    flat = [text for texts in completions for text in texts]
+    flat: list[Any] = [text for texts in completions for text in texts]
+    if not isinstance(prompts[0], str):  # TRL's conversational format
+        flat = [[{"role": "assistant", "content": text}] for text in flat]
     rewards = {}
-    for function in reward_funcs:
+    for name, function in zip(names or [function.__name__ for function in reward_funcs], reward_funcs, strict=True):
         values = function(prompts=flat_prompts, completions=flat, **columns)
         array = np.array([np.nan if value is None else float(value) for value in values])
-        rewards[function.__name__] = array.reshape(len(completions), samples)
+        rewards[name] = array.reshape(len(completions), samples)
     return Scored([completion_text(prompt) for prompt in prompts], completions, rewards)
 
 

@@ -37,7 +37,9 @@ def aggregate(rewards: torch.Tensor, num_generations: int, weights: torch.Tensor
     if rule == "sum_then_normalize":
         combined = (rewards * weights).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
     elif rule == "pareto":
-        fronts = pareto_fronts(rewards, num_generations).to(rewards.dtype)
+        # A weight of 0 takes a reward out, a negative one makes it a cost; sizes do not matter to an order.
+        used = weights != 0
+        fronts = pareto_fronts(rewards[:, used] * weights[used].sign(), num_generations).to(rewards.dtype)
         combined = (-fronts).masked_fill(rewards.isnan().all(1), torch.nan)
     else:
         terms = gdpo_terms(rewards, num_generations, weights)

@@ -29,8 +29,7 @@ class GRPOConfig(RolloutOptions, trl.GRPOConfig):
     def samples_are_used_once(self) -> bool:
         """Whether each sample meets only the policy that generated it, so that the importance ratio is exactly 1."""
         generate_every = (self.steps_per_generation or 1) * self.num_iterations
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction
-        return self.gradient_accumulation_steps % generate_every == 0 and not corrected
+        return self.gradient_accumulation_steps % generate_every == 0
 
 
 def _check_grpo(config: GRPOConfig) -> None:
@@ -43,6 +42,11 @@ def _check_grpo(config: GRPOConfig) -> None:
         raise ValueError(
             "kl_placement='reward' makes advantages differ per token, but loss_type='vespo' weights whole sequences "
             "by the sign of their advantage. Set kl_placement='loss', or another loss_type."
+        )
+    if config.kl_placement == "reward" and config.top_entropy_quantile < 1.0:
+        raise ValueError(
+            f"top_entropy_quantile={config.top_entropy_quantile} would also mask the KL, which kl_placement='reward' "
+            "puts into the advantages. Set kl_placement='loss', or top_entropy_quantile=1.0."
         )
     if config.kl_placement == "reward" and config.off_policy_mask_threshold is not None:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +53,8 @@ class PenaltyCoefficient:
 
     def end_of_step(self) -> None:
         """Move the coefficient by the window's mean, then start the next window."""
-        if self.window.tokens:
+        # An infinite mean stops the updates (kl_early_stop); no coefficient follows from it.
+        if self.window.tokens and math.isfinite(self.window.mean):
             self.controller.update(self.window.mean, n=round(self.window.sequences))
         self.window.reset()
 

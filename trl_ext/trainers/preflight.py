@@ -23,6 +23,7 @@ def check_arguments(given: Mapping[str, Any], options: RolloutOptions, names: Se
         ValueError: naming the argument and the fix.
     """
     _check_weights(getattr(given.get("args"), "reward_weights", None), names, given)
+    _check_pareto(given.get("args"))
     _check_reward_models(given.get("reward_funcs"))
     if isinstance(given.get("model"), torch.nn.Module):
         check_peft_trainable(given["model"], given.get("peft_config"))
@@ -43,6 +44,18 @@ def _check_weights(weights: Sequence[float] | None, names: Sequence[str], given:
         )
 
 
+def _check_pareto(config: Any) -> None:
+    if getattr(config, "multi_objective_aggregation", None) != "pareto" or config.reward_weights is None:
+        return
+    sizes = {abs(weight) for weight in config.reward_weights if weight != 0}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"reward_weights={config.reward_weights} has no effect with multi_objective_aggregation='pareto' beyond "
+            "sign and zero: fronts know only the order of each reward. Use weights of one size (0 leaves a reward out, "
+            "-1 makes it a cost), or multi_objective_aggregation='gdpo'."
+        )
+
+
 def _check_reward_models(reward_funcs: Any) -> None:
     for func in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
         labels = getattr(getattr(func, "config", None), "num_labels", 1)
@@ -54,10 +67,10 @@ def _check_reward_models(reward_funcs: Any) -> None:
 
 
 def _check_diversity(given: Mapping[str, Any], names: Sequence[str]) -> None:
-    if given.get("tools") or given.get("environment_factory") is not None:
+    if any(given.get(name) for name in ("tools", "environment_factory", "rollout_func")):
         raise ValueError(
             "diversity_coef compares completions token by token, and tool output would count as the model's own "
-            "text. Set diversity_coef=0.0 with tools or environments."
+            "text. Set diversity_coef=0.0 with tools, environments or a rollout_func."
         )
     if DIVERSITY_NAME in names:
         raise ValueError(f"A reward function is named {DIVERSITY_NAME!r}, the name of the added reward. Rename it.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 FLOORS = ("worst", "group_min", "zero")
@@ -29,9 +29,12 @@ class RewardGate(dict[str, Any]):
         GateError: naming the key, the value and the fix.
     """
 
-    def __init__(self, spec: str | Mapping[str, Any]) -> None:
+    def __init__(self, spec: str | Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         if isinstance(spec, str):
             spec = _parse(spec)
+        elif isinstance(spec, Iterable) and not isinstance(spec, Mapping):
+            # dataclasses.asdict rebuilds a dict from its pairs; printing a config does that.
+            spec = _from_pairs(spec)
         if not isinstance(spec, Mapping):
             raise GateError(f"reward_gates: each gate is a mapping like {_EXAMPLE}, got {spec!r}.")
         unknown = sorted(set(spec) - _KEYS)
@@ -55,6 +58,14 @@ def _parse(text: str) -> Any:
         raise GateError(f"reward_gates: {text!r} is not JSON ({error}). Example: '{_EXAMPLE}'.") from None
 
 
+def _from_pairs(pairs: Any) -> Any:
+    pairs = list(pairs)
+    try:
+        return dict(pairs)
+    except (TypeError, ValueError):
+        return pairs
+
+
 def _name(value: Any, key: str) -> str:
     if not isinstance(value, str) or not value:
         raise GateError(f"reward_gates: `{key}` must be the name of a reward function, got {value!r}.")
@@ -62,6 +73,11 @@ def _name(value: Any, key: str) -> str:
 
 
 def _threshold(value: Any) -> float:
+    if isinstance(value, str):  # YAML reads 1e-3, without a point, as text
+        try:
+            value = float(value)
+        except ValueError:
+            pass
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise GateError(f"reward_gates: `threshold` must be a finite number, got {value!r}. Example: {_EXAMPLE}.")
     return float(value)

@@ -111,12 +111,20 @@ def _gathered_ids(completion_ids: list[list[int]], accelerator: Any) -> tuple[to
 
 
 def apply_gates(
-    rewards: torch.Tensor, gates: Sequence[ResolvedGate], num_generations: int
+    rewards: torch.Tensor, gates: Sequence[ResolvedGate], num_generations: int, weights: torch.Tensor
 ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
-    """Apply the gates in order; returns the new matrix and (name, pass rate) of each gate."""
+    """Apply the gates in order; returns the new matrix and (name, pass rate) of each gate.
+
+    A reward with a negative weight is a cost: there the *largest* value is the worst, so its sign is turned for the
+    floor. Otherwise a completion that fails a gate would be paid for it.
+    """
+    signs = torch.where(weights < 0, -1.0, 1.0).to(rewards.dtype)
     pass_rates = []
     for gate in gates:
         passed = rewards[:, gate.gate] >= gate.threshold
         pass_rates.append((gate.name, passed.float().mean().item()))
-        rewards = gate_rewards(rewards, num_generations, gate.gate, gate.threshold, gate.gated, gate.floor)
+        turned = signs.clone()
+        turned[gate.gate] = 1.0  # the threshold is in the units of the gate's own reward
+        gated = gate_rewards(rewards * turned, num_generations, gate.gate, gate.threshold, gate.gated, gate.floor)
+        rewards = gated * turned
     return rewards, pass_rates

@@ -31,6 +31,11 @@ class RLOOConfig(RolloutOptions, trl.RLOOConfig):
                 "use_bias_correction_kl=True corrects a KL term in the loss; RLOO has none by default. Set "
                 "kl_estimator='k3' (or 'k1') and kl_placement='loss', or leave it False."
             )
+        if self.use_bias_correction_kl and self.kl_placement == "reward":
+            raise ValueError(
+                "use_bias_correction_kl=True has no effect with kl_placement='reward', RLOO's default: it multiplies "
+                "the KL term of the loss. Set kl_placement='loss', or use_bias_correction_kl=False."
+            )
 
     @property
     def trl_estimator(self) -> str:

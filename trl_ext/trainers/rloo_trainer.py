@@ -65,7 +65,7 @@ class RLOOTrainer(RolloutTrainer, trl.RLOOTrainer):
         if self.reward_clip_range:
             scores = scores.clamp(min=self.reward_clip_range[0], max=self.reward_clip_range[1])
         advantages = self._ext_baseline(scores - self._ext_reward_kl(output))
-        if self._ext_rule != "sum_then_normalize":
+        if self._ext_rule != "sum_then_normalize" or self._ext_kl_in_loss():
             self.ext_replace_last_metric("frac_reward_zero_std", aggregated.zero_signal.float().mean().item())
         advantages = self._ext_skip(advantages, aggregated, output)
         self.ext_replace_logged_advantages(advantages)
@@ -125,7 +125,7 @@ class RLOOTrainer(RolloutTrainer, trl.RLOOTrainer):
         return self._ext_kl is not None and self._ext_options.kl_placement == "loss"
 
     def _ext_has_entropy_bonus(self) -> bool:
-        return self.entropy_coef != 0.0 or bool(self._ext_options.entropy_coef_final)
+        return self.entropy_coef != 0.0 or self._ext_options.entropy_coef_final is not None
 
     @override
     def ext_enable_entropy_bonus(self) -> None:

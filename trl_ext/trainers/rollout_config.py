@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,11 @@ class RolloutOptions:
             token-level return-to-go: A_t = A - beta * sum_{s>=t} kl_s.
         kl_max_log_ratio (`float`, *optional*): clamps |log pi/pi_ref| before the exponential of k3.
         kl_controller (`str`): "fixed", "proportional" (Ziegler et al. 2019) or "doubling" (PPO-Penalty): moves `beta`
-            towards `kl_target`. Metric `kl_coef`.
-        kl_target (`float`, *optional*): nats per token, of the estimator in use. kl_horizon (`float`): sequences.
+            towards `kl_target`. Metric `kl_coef`. "doubling" acts after every optimiser step, while a policy answers
+            over many: the mean KL comes near the target, beta itself swings. Prefer "proportional".
+        kl_target (`float`, *optional*): nats per token, of the estimator in use. kl_horizon (`float`): sequences
+            over which a 20% error moves beta by e^0.2; the default 10,000 (Ziegler et al.) suits long runs, a run of a
+            few hundred steps needs about 5 to 10 steps' worth of sequences.
         beta_min, beta_max (`float`): bounds of the moving `beta`.
 
     KL to the policy that sampled (needs samples that are used more than once):
@@ -108,6 +112,7 @@ class RolloutOptions:
                 raise ValueError(f"reward_gates must be a list of gates, got {self.reward_gates!r}.")
             self.reward_gates = [RewardGate(gate) for gate in self.reward_gates]
         _check_choices(self)
+        _check_finite(self)
         _check_kl(self)
         _check_controllers(self)
         _check_policy_kl(self)
@@ -199,7 +204,11 @@ def _check_controllers(config: Any) -> None:
                     f"{target}={getattr(config, target)} has no effect with {rule}='fixed'. Set {rule} to "
                     f"'proportional' or 'doubling', or remove {target}."
                 )
+            unused = (horizon, lower, upper)
+            _check_unused(config, unused, f"{rule}='fixed'", f"Set {rule} to 'proportional' or 'doubling'")
             continue
+        if getattr(config, rule) == "doubling":
+            _check_unused(config, (horizon,), f"{rule}='doubling'", f"Set {rule} to 'proportional'")
         value = getattr(config, target)
         if value is None or not value > 0 or not math.isfinite(value):
             raise ValueError(f"{rule}={getattr(config, rule)!r} needs {target} > 0 (nats per token), got {value}.")
@@ -210,6 +219,21 @@ def _check_controllers(config: Any) -> None:
                 f"0 < {lower} <= {coef} <= {upper} is needed with {rule}={getattr(config, rule)!r}, got "
                 f"{getattr(config, lower)}, {getattr(config, coef)}, {getattr(config, upper)}."
             )
+
+
+def _check_finite(config: Any) -> None:
+    names = ("beta", "policy_kl_coef", "kl_early_stop", "entropy_coef_final", "diversity_coef", "diversity_min_reward")
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite.")
+
+
+def _check_unused(config: Any, names: Sequence[str], because: str, fix: str) -> None:
+    """Refuse fields moved away from their default where nothing reads them."""
+    for name in names:
+        if getattr(config, name) != getattr(RolloutOptions, name):
+            raise ValueError(f"{name}={getattr(config, name)} has no effect with {because}. {fix}, or leave {name}.")
 
 
 def _check_policy_kl(config: Any) -> None:
@@ -227,15 +251,25 @@ def _check_policy_kl(config: Any) -> None:
                 "sampled it, so the policy KL is exactly 0. Set num_iterations >= 2, or steps_per_generation larger "
                 "than gradient_accumulation_steps."
             )
+    generate_every = (config.steps_per_generation or 1) * config.num_iterations
+    if config.kl_early_stop is not None and generate_every % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"kl_early_stop={config.kl_early_stop} needs optimiser steps that do not straddle two generations, but "
+            f"steps_per_generation * num_iterations = {generate_every} is not a multiple of "
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps}. Make it one."
+        )
 
 
 def _check_rewards(config: Any) -> None:
-    if not math.isfinite(config.diversity_coef):
-        raise ValueError(f"diversity_coef={config.diversity_coef} must be finite.")
+    if config.diversity_coef < 0:
+        raise ValueError(f"diversity_coef={config.diversity_coef} would pay for repeating siblings. Set it >= 0.")
     if config.diversity_ngram < 1:
         raise ValueError(f"diversity_ngram={config.diversity_ngram} must be at least 1.")
     if not 0 < config.diversity_cap <= 1:
         raise ValueError(f"diversity_cap={config.diversity_cap} must lie in (0, 1].")
+    if config.diversity_coef == 0.0:
+        unused = ("diversity_ngram", "diversity_cap")
+        _check_unused(config, unused, "diversity_coef=0.0", "Set diversity_coef > 0")
     if config.diversity_min_reward is not None and config.diversity_coef == 0.0:
         raise ValueError("diversity_min_reward has no effect with diversity_coef=0.0. Set diversity_coef > 0.")
     if config.skip_zero_signal_groups and config.beta != 0.0 and config.kl_estimator is None:

@@ -32,6 +32,11 @@ from trl_ext.trainers.state import load_state, save_state
 
 logger = get_logger(__name__)
 
+OVERFLOW_FIX = {
+    "kl": "Set kl_max_log_ratio=10 (k3), use kl_estimator='k2', lower learning_rate or raise beta.",
+    "policy_kl": "Set kl_early_stop, lower learning_rate or num_iterations, or raise policy_kl_coef.",
+}
+
 
 class RolloutTrainer(RolloutSeams):
     """Mixin in front of a TRL rollout trainer; the subclass says how the KL enters the loss or the reward."""
@@ -42,6 +47,7 @@ class RolloutTrainer(RolloutSeams):
     _ext_kl: PenaltyCoefficient | None = None
     _ext_policy_kl: PenaltyCoefficient | None = None
     _ext_stopped: bool = False
+    _ext_withheld: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
@@ -103,7 +109,8 @@ class RolloutTrainer(RolloutSeams):
             rewards = self._ext_diversity.fill(rewards, completion_ids, self.accelerator, generations)
         if self._ext_gates:
             self._ext_log_before_gates(rewards)
-            rewards, pass_rates = apply_gates(rewards, self._ext_gates, generations)
+            weights = self.reward_weights.to(rewards.device)
+            rewards, pass_rates = apply_gates(rewards, self._ext_gates, generations, weights)
             for name, rate in pass_rates:
                 self.ext_log(f"gates/{name}/pass_rate", rate)
         if self._ext_diversity is not None:
@@ -174,6 +181,7 @@ class RolloutTrainer(RolloutSeams):
         ]
         reduced: Any = self.accelerator.reduce(torch.stack(sums), reduction="sum")
         tokens, sequences, kl_sum, policy_kl_sum = reduced.tolist()
+        limit = self._ext_options.kl_early_stop
         parts = (
             ("kl", self._ext_kl if forward.kl is not None else None, kl_sum),
             ("policy_kl", self._ext_policy_kl, policy_kl_sum),
@@ -182,7 +190,10 @@ class RolloutTrainer(RolloutSeams):
             if penalty is None:
                 continue
             mean = total / max(tokens, 1.0)
-            self.ext_check_kl(name, mean)
+            if (
+                name == "kl" or limit is None or math.isnan(mean)
+            ):  # an infinite policy KL is a reason to stop, not to fail
+                self.ext_check_kl(name, mean)
             self.ext_log(name, mean)
             if self.ext_mode == "train":
                 penalty.window.add(total, tokens, sequences)
@@ -198,13 +209,20 @@ class RolloutTrainer(RolloutSeams):
         if not math.isfinite(mean):
             raise FloatingPointError(
                 f"The {name} of this batch is {mean}: the policy is so far from the other one that the estimator "
-                "overflowed. Set kl_max_log_ratio=10 (k3), use kl_estimator='k2', lower learning_rate or raise beta."
+                f"overflowed. {OVERFLOW_FIX[name]}"
             )
 
     def _ext_end_of_step(self, kl_was_measured: bool) -> None:
         limit = self._ext_options.kl_early_stop
+        if self._ext_stopped:
+            # Nothing has moved since the stop: the same KL again must not move the coefficients again.
+            self.ext_log("kl_early_stop/skipped", 1.0)
+            for penalty in (self._ext_kl, self._ext_policy_kl):
+                if penalty is not None:
+                    penalty.window.reset()
+            return
         if limit is not None and self._ext_policy_kl is not None:
-            self._ext_stopped = self._ext_stopped or self._ext_policy_kl.window.mean > limit
+            self._ext_stopped = self._ext_policy_kl.window.mean > limit
             self.ext_log("kl_early_stop/skipped", float(self._ext_stopped))
         if self._ext_policy_kl is not None:
             if self._ext_options.policy_kl_coef > 0:
@@ -225,8 +243,9 @@ class RolloutTrainer(RolloutSeams):
 
     @override
     def ext_update_is_skipped(self) -> bool:
-        # DeepSpeed and FSDP expect a backward through their own hooks, so there only the update is withheld.
-        needs_backward = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        # DeepSpeed and FSDP expect a backward through their own hooks, a gradient scaler one that it can check; there
+        # only the update is withheld.
+        needs_backward = self.is_deepspeed_enabled or self.is_fsdp_enabled or self.accelerator.scaler is not None
         return self._ext_stopped and self.ext_mode == "train" and not needs_backward
 
     @override
@@ -236,15 +255,29 @@ class RolloutTrainer(RolloutSeams):
 
     @override
     def ext_after_create_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._ext_options.kl_early_stop is not None:
-            optimizer.register_step_pre_hook(self._ext_withhold_update)
+        if self._ext_options.kl_early_stop is None:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"kl_early_stop={self._ext_options.kl_early_stop} must withhold updates, and the optimiser is made by "
+                "DeepSpeed from its own config. Remove `optimizer` there; the training arguments then make it."
+            )
+        optimizer.register_step_pre_hook(self._ext_withhold_update)
+        optimizer.register_step_post_hook(self._ext_give_back)
 
     def _ext_withhold_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Drop the gradients of a stopped step: optimisers skip parameters without one, weight decay included."""
+        """Hide the gradients of a stopped step: optimisers skip parameters without one, weight decay included."""
         if self._ext_stopped:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._ext_withheld = [(parameter, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _ext_give_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """DeepSpeed's offload keeps its gradient buffers over the steps and must find them again."""
+        for parameter, gradient in self._ext_withheld:
+            parameter.grad = gradient
+        self._ext_withheld = []
 
     # ---- entropy -----------------------------------------------------------------------------------------------
 
