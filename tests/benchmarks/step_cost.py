@@ -1,6 +1,6 @@
 """Step time and peak memory of our trainers against TRL's own class, in alternating turns.
 
-    python -m tests.benchmarks.step_cost [--method grpo] [--turns 8] [--steps 4] [--model FOLDER]
+    python -m tests.benchmarks.step_cost [--method grpo] [--turns 16] [--steps 4] [--model FOLDER]
 
 One process per arm stays alive and they train in turn, a few steps each, so that a machine that slows down slows both.
 The figure is the ratio ours / TRL of the times of neighbouring turns: median, and the quartiles over the turns.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENS = 64
+TOKENS = 32
 
 SHARED_ON: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.05, "num_iterations": 2, "entropy_coef": 0.01},
@@ -116,8 +116,9 @@ class Arm:
     def __init__(self, arm: str, method: str, model: str, on: bool, steps: int) -> None:
         command = [sys.executable, "-m", "tests.benchmarks.step_cost", "--worker", arm, "--method", method]
         command += ["--model", model, "--steps", str(steps), *(["--on"] if on else [])]
+        self.errors = tempfile.TemporaryFile(mode="w+")
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
 
     def turn(self) -> dict[str, float]:
@@ -128,7 +129,8 @@ class Arm:
         for line in self.process.stdout:
             if line.startswith("RESULT "):
                 return json.loads(line.removeprefix("RESULT "))
-        raise RuntimeError(f"the worker ended with code {self.process.wait()}")
+        self.errors.seek(0)
+        raise RuntimeError(f"the worker ended with code {self.process.wait()}:\n{self.errors.read()[-2000:]}")
 
     def close(self) -> None:
         assert self.process.stdin is not None

@@ -151,6 +151,14 @@ def test_a_stopped_step_moves_no_coefficient(tiny_model: Path, tmp_path: Path) -
     assert history(computing, "kl_early_stop/skipped") == history(saving, "kl_early_stop/skipped") == [0, 1, 1, 1]
 
 
+def test_training_twice_keeps_the_stop(tiny_model: Path, tmp_path: Path) -> None:
+    """A second train() meets an optimiser that accelerate has wrapped already."""
+    settings = base_config(tmp_path, num_iterations=2, max_steps=2, kl_early_stop=1e-9)
+    trainer = train(GRPOTrainer, GRPOConfig(**settings), tiny_model)
+    trainer.train()
+    assert history(trainer, "kl_early_stop/skipped") == [0, 1]
+
+
 def test_withheld_gradients_are_given_back(tiny_model: Path, tmp_path: Path) -> None:
     """DeepSpeed's offload keeps its gradient buffers and fails when the stop takes them away."""
     trainer = make("grpo", tiny_model, tmp_path, num_iterations=2, kl_early_stop=0.1)

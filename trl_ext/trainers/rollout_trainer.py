@@ -47,6 +47,7 @@ class RolloutTrainer(RolloutSeams):
     _ext_kl: PenaltyCoefficient | None = None
     _ext_policy_kl: PenaltyCoefficient | None = None
     _ext_stopped: bool = False
+    _ext_hooked: torch.optim.Optimizer | None = None
     _ext_withheld: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -257,6 +258,12 @@ class RolloutTrainer(RolloutSeams):
     def ext_after_create_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._ext_options.kl_early_stop is None:
             return
+        # A second train() meets the optimiser of the first, wrapped by accelerate and perhaps by DeepSpeed.
+        while (inner := getattr(optimizer, "optimizer", None)) is not None:
+            optimizer = inner
+        if optimizer is self._ext_hooked:
+            return
+        self._ext_hooked = optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"kl_early_stop={self._ext_options.kl_early_stop} must withhold updates, and the optimiser is made by "
