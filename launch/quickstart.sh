@@ -15,6 +15,7 @@ esac
 export TOKENIZERS_PARALLELISM=false
 # The libraries' deprecation warnings about each other would tear the progress bar.
 export PYTHONWARNINGS="ignore::FutureWarning${PYTHONWARNINGS:+,$PYTHONWARNINGS}"
-# Threads that spin while they wait make a step several times slower as soon as anything else uses the CPU.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+# Keep freed memory: on a CPU each step otherwise asks the kernel for the same gigabytes again.
+export MALLOC_MMAP_MAX_="${MALLOC_MMAP_MAX_:-0}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-8000000000}"
+export MALLOC_TOP_PAD_="${MALLOC_TOP_PAD_:-268435456}"
 exec "${TRL_EXT_VENV:-$root/.venv}/bin/python" "$root/launch/quickstart.py" "$@"
