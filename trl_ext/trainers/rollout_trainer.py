@@ -191,9 +191,8 @@ class RolloutTrainer(RolloutSeams):
             if penalty is None:
                 continue
             mean = total / max(tokens, 1.0)
-            if (
-                name == "kl" or limit is None or math.isnan(mean)
-            ):  # an infinite policy KL is a reason to stop, not to fail
+            # With an early stop an infinite policy KL is a reason to stop, not to fail.
+            if name == "kl" or limit is None or math.isnan(mean):
                 self.ext_check_kl(name, mean)
             self.ext_log(name, mean)
             if self.ext_mode == "train":
