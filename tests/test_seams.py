@@ -1,4 +1,4 @@
-"""What the package relies on in TRL's private code, and that only `seams.py` does so."""
+"""What the package relies on in TRL's private code, and that only `trl_ext/seams/` does so."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import trl_ext
 from tests.trainers.harness import base_config, prompts, spaces
-from trl_ext import seams
-from trl_ext.seams import GRPO, RLOO, TRL_SEAMS, RolloutSeams, Seam, body_hash, changed_seams, reward_names
+from trl_ext.seams.preference import PreferenceSeams
+from trl_ext.seams.registry import TRL_SEAMS, Seam, body_hash, changed_seams
+from trl_ext.seams.rollout import RolloutSeams, reward_names
 from trl_ext.temporarily import temporarily
 
 PACKAGE = Path(trl_ext.__file__).resolve().parent
-OWNERS = {GRPO: trl.GRPOTrainer, RLOO: trl.RLOOTrainer}
+SEAM_CLASSES: dict[type, tuple[type, ...]] = {
+    RolloutSeams: (trl.GRPOTrainer, trl.RLOOTrainer),
+    PreferenceSeams: (trl.DPOTrainer,),
+}
 SEAM_IDS = [f"{seam.owner.partition(':')[2]}.{seam.method}" for seam in TRL_SEAMS]
 PRIVATE_NAMES = (
     "_compute_loss",
@@ -31,6 +35,7 @@ PRIVATE_NAMES = (
     "_metrics[",
     "_logs[",
     "_entropy_bonus_enabled",
+    "_prepare_dataset",
 )
 
 
@@ -58,7 +63,7 @@ class TestInstalledTRL:
     @pytest.mark.parametrize("seam", TRL_SEAMS, ids=SEAM_IDS)
     def test_method_is_as_it_was_checked(self, seam: Seam) -> None:
         """Catches: a TRL release that changed what we intercept."""
-        message = f"TRL changed {seam.method}: read the diff, run tests/trainers, update the hash in trl_ext/seams.py"
+        message = f"TRL changed {seam.method}: read the diff, run tests/trainers, update trl_ext/seams/registry.py"
         function = seam.current()
         assert tuple(inspect.signature(function).parameters) == seam.parameters, message
         assert body_hash(function) == seam.body_hash, f"{message} to {body_hash(function)}"
@@ -86,10 +91,17 @@ class TestInstalledTRL:
 
 
 class TestOverrides:
-    OVERRIDES = sorted(name for name in functions_of(RolloutSeams) if any(hasattr(o, name) for o in OWNERS.values()))
+    OVERRIDES = sorted(
+        (cls.__name__, name)
+        for cls, owners in SEAM_CLASSES.items()
+        for name in functions_of(cls)
+        if any(hasattr(owner, name) for owner in owners)
+    )
 
     def test_there_are_overrides(self) -> None:
-        assert {"_compute_loss", "_calculate_rewards", "create_optimizer"} <= set(self.OVERRIDES)
+        rollout = {name for cls, name in self.OVERRIDES if cls == "RolloutSeams"}
+        assert {"_compute_loss", "_calculate_rewards", "create_optimizer"} <= rollout
+        assert {name for cls, name in self.OVERRIDES if cls == "PreferenceSeams"} >= {"_compute_loss", "training_step"}
 
     @pytest.mark.parametrize("trainer", our_trainers(), ids=lambda cls: cls.__name__)
     def test_each_is_listed_or_public(self, trainer: type) -> None:
@@ -104,13 +116,14 @@ class TestOverrides:
         }
         assert not missing, f"add {sorted(missing)} of {owner.__name__} to TRL_SEAMS"
 
-    @pytest.mark.parametrize("name", OVERRIDES)
-    def test_takes_the_arguments_of_trl(self, name: str) -> None:
+    @pytest.mark.parametrize(("cls", "name"), OVERRIDES)
+    def test_takes_the_arguments_of_trl(self, cls: str, name: str) -> None:
         """Catches: a call by keyword that fails in the override only."""
-        parameters = inspect.signature(getattr(RolloutSeams, name)).parameters
+        seams, owners = next(item for item in SEAM_CLASSES.items() if item[0].__name__ == cls)
+        parameters = inspect.signature(getattr(seams, name)).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
-        for owner in OWNERS.values():
+        for owner in owners:
             assert tuple(parameters) == tuple(inspect.signature(inspect.unwrap(getattr(owner, name))).parameters)
 
     @pytest.mark.parametrize("trainer", our_trainers(), ids=lambda cls: cls.__name__)
@@ -142,11 +155,16 @@ class TestOverrides:
         around = [
             f"{cls.__name__}.{name}"
             for cls, _ in our_bases(trainer)
-            if cls.__module__ != seams.__name__
+            if not cls.__module__.startswith("trl_ext.seams.")
             for name in vars(cls)
             if name.startswith("_") and not is_dunder(name) and any(name in vars(base) for base in theirs)
         ]
         assert not around
+
+    def test_the_scan_finds_what_the_seams_use(self) -> None:
+        """Catches: a list of private names that nothing uses any more."""
+        text = "".join(path.read_text(encoding="utf-8") for path in (PACKAGE / "seams").glob("*.py"))
+        assert all(name in text for name in PRIVATE_NAMES)
 
     @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name)
     def test_only_seams_mentions_private_names(self, path: Path) -> None:
@@ -154,10 +172,7 @@ class TestOverrides:
         text = path.read_text(encoding="utf-8")
         # Not our own names that contain one: `_ext_logs[` is no mention of `_logs[`.
         found = [name for name in PRIVATE_NAMES if re.search(rf"(?<![A-Za-z0-9_]){re.escape(name)}", text)]
-        if path == PACKAGE / "seams.py":
-            assert found == list(PRIVATE_NAMES)
-        else:
-            assert not found
+        assert not found or path.parent == PACKAGE / "seams"
 
 
 class Target:

@@ -17,6 +17,8 @@ except PackageNotFoundError:
     __version__ = "0.0.0+source"
 
 _OURS = {
+    "DPOConfig": "trl_ext.trainers.dpo_config",
+    "DPOTrainer": "trl_ext.trainers.dpo_trainer",
     "GRPOConfig": "trl_ext.trainers.grpo_config",
     "GRPOTrainer": "trl_ext.trainers.grpo_trainer",
     "RLOOConfig": "trl_ext.trainers.rloo_config",
@@ -34,13 +36,15 @@ _SUBMODULES = {
 if TYPE_CHECKING:
     from trl import *  # noqa: F403
 
+    from trl_ext.trainers.dpo_config import DPOConfig
+    from trl_ext.trainers.dpo_trainer import DPOTrainer
     from trl_ext.trainers.grpo_config import GRPOConfig
     from trl_ext.trainers.grpo_trainer import GRPOTrainer
     from trl_ext.trainers.reward_gate import RewardGate
     from trl_ext.trainers.rloo_config import RLOOConfig
     from trl_ext.trainers.rloo_trainer import RLOOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardGate"]
+__all__ = ["DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardGate"]
 
 
 def __getattr__(name: str) -> Any:

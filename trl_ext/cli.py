@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trl-ext", description=__doc__.splitlines()[0], allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", metavar="{grpo,rloo,env,models}")
+    verbs = parser.add_subparsers(dest="verb", metavar="{grpo,rloo,dpo,kto,env,models}")
     for name, prefix in TRAINING_SCRIPTS.items():
         verbs.add_parser(name, help=f"train with trl_ext's {prefix}Trainer; `trl-ext {name} --help` lists its options")
     verbs.add_parser("env", help="print the versions and the hardware, for bug reports")

@@ -30,8 +30,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.benchmarks.learning_arms import COMMON, COMPARISONS, Run, build_models, quiet_worker, train
-from tests.benchmarks.learning_report import TABLES, as_json, by_arm, markdown, picture, write_atomically
+from tests.benchmarks.learning_report import TABLES, as_json, by_arm, markdown, picture
 from tests.benchmarks.machine import describe, print_header
+from trl_ext.files import write_atomic
 
 # The workers read these when they import: one thread each, and no look-ups in the hub.
 ENVIRONMENT = {
@@ -73,8 +74,8 @@ def compare(name: str, options: argparse.Namespace, command: str, pool: ProcessP
         "processes": options.workers,
         "settings": COMMON,
     }
-    write_atomically(options.out / f"learning_{name}.json", as_json(name, runs, header))
-    write_atomically(options.out / f"learning_{name}.png", picture(name, groups))
+    write_atomic(options.out / f"learning_{name}.json", as_json(name, runs, header))
+    write_atomic(options.out / f"learning_{name}.png", picture(name, groups))
 
 
 def parse() -> argparse.Namespace:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
-from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -214,11 +212,3 @@ def by_arm(runs: Iterable[Run]) -> Groups:
     for run in runs:
         groups.setdefault(run.arm, []).append(run)
     return {arm: sorted(same, key=lambda run: run.seed) for arm, same in groups.items()}
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_ext.evaluation.generate_eval import Comparison, Scored
-from trl_ext.monitoring.run_folder import environment, read_metrics, write_atomic, write_json
+from trl_ext.files import write_atomic
+from trl_ext.monitoring.run_folder import environment, read_metrics, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table

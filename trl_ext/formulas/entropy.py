@@ -30,6 +30,25 @@ def mean_token_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Ten
     return total / real.sum().clamp(min=1)
 
 
+def mean_sequence_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    r"""Mean over sequences of the mean entropy of their real tokens, in nats per token.
+
+    Every sequence counts alike, whatever its length, so the value does not depend on how a batch is cut into
+    micro-batches of equal size; `mean_token_entropy`, where every token counts alike, does.
+
+    Args:
+        entropies: (B, T), differentiable. mask: (B, T), 1 = real token.
+
+    Returns:
+        Scalar; a sequence without a real token counts as 0.
+    """
+    check_mask(mask, entropies)
+    real = mask.bool()
+    entropies = at_least_float32(entropies)
+    sums = torch.where(real, entropies, torch.zeros_like(entropies)).sum(-1)
+    return (sums / real.sum(-1).clamp(min=1)).mean()
+
+
 def scheduled_coefficient(start: float, final: float, progress: float, schedule: Schedule) -> float:
     r"""Coefficient at `progress` in [0, 1] of the run, from `start` to `final`.
 

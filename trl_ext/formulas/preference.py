@@ -4,7 +4,62 @@ from __future__ import annotations
 
 import torch
 
-from trl_ext.formulas.checks import at_least_float32, check_rank, check_same_shape
+from trl_ext.formulas.checks import at_least_float32, check_mask, check_rank, check_same_shape
+
+
+def sequence_logps(per_token_logps: torch.Tensor, mask: torch.Tensor, ld_alpha: float | None = None) -> torch.Tensor:
+    r"""Log-probability of each whole answer: the sum over its tokens, in nats.
+
+    With `ld_alpha` the tokens of the longer answer of a pair beyond the length of the shorter one count `ld_alpha`
+    times: LD-DPO, Liu et al. 2024, "Length Desensitization in Direct Preference Optimization" (arXiv 2409.06411).
+
+    Args:
+        per_token_logps: (2B, T), the chosen answers, then the rejected ones, pair by pair in the same order.
+        mask: (2B, T), 1 = token of the answer; entries under mask 0 change neither value nor gradient.
+        ld_alpha: in [0, 1]; None or 1 is the plain sum.
+
+    Returns:
+        (2B,), float32 or wider; 0 for an answer without a token.
+
+    Raises:
+        ValueError: shapes differ, or an odd number of rows with `ld_alpha`.
+    """
+    check_mask(mask, per_token_logps)
+    real = mask.bool()
+    logps = at_least_float32(per_token_logps)
+    masked = torch.where(real, logps, torch.zeros_like(logps))
+    if ld_alpha is None:
+        return masked.sum(-1)
+    if len(masked) % 2:
+        raise ValueError(f"`per_token_logps` has {len(masked)} rows, which is not a number of pairs.")
+    lengths = real.sum(-1)
+    shared = torch.minimum(*lengths.chunk(2)).repeat(2)  # (2B,)
+    in_tail = real.cumsum(-1) > shared.unsqueeze(-1)
+    return torch.where(in_tail, ld_alpha * masked, masked).sum(-1)
+
+
+def log_ratios(
+    chosen_logps: torch.Tensor,
+    rejected_logps: torch.Tensor,
+    ref_chosen_logps: torch.Tensor,
+    ref_rejected_logps: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pi_c - ref_c, pi_r - ref_r), each (B,), float32 or wider, of (B,) log-probabilities.
+
+    Raises:
+        ValueError: shapes differ or are not (B,).
+    """
+    check_rank("chosen_logps", chosen_logps, 1)
+    check_same_shape(
+        chosen_logps=chosen_logps,
+        rejected_logps=rejected_logps,
+        ref_chosen_logps=ref_chosen_logps,
+        ref_rejected_logps=ref_rejected_logps,
+    )
+    return (
+        at_least_float32(chosen_logps) - at_least_float32(ref_chosen_logps),
+        at_least_float32(rejected_logps) - at_least_float32(ref_rejected_logps),
+    )
 
 
 def dpop_loss(
@@ -41,23 +96,95 @@ def dpop_loss(
     Raises:
         ValueError: shapes differ or are not (B,), `beta` is not positive, or `dpop_lambda` is negative.
     """
-    check_rank("chosen_logps", chosen_logps, 1)
-    check_same_shape(
-        chosen_logps=chosen_logps,
-        rejected_logps=rejected_logps,
-        ref_chosen_logps=ref_chosen_logps,
-        ref_rejected_logps=ref_rejected_logps,
-    )
-    if not beta > 0:
-        raise ValueError(f"`beta` must be greater than 0, got {beta}.")
+    _check_beta(beta)
     if not dpop_lambda >= 0:
         raise ValueError(f"`dpop_lambda` must be at least 0, got {dpop_lambda}.")
-    chosen_log_ratio = at_least_float32(chosen_logps) - at_least_float32(ref_chosen_logps)
-    rejected_log_ratio = at_least_float32(rejected_logps) - at_least_float32(ref_rejected_logps)
+    chosen_log_ratio, rejected_log_ratio = log_ratios(
+        chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
+    )
     # relu and not clamp: at the kink, where training starts, relu has gradient 0 and clamp has gradient 1.
     penalty = torch.relu(-chosen_log_ratio)
-    logits = beta * (chosen_log_ratio - rejected_log_ratio - dpop_lambda * penalty)
-    # -log sigmoid(x) = log(1 + exp(-x)), without overflow.
+    return _minus_log_sigmoid(beta * (chosen_log_ratio - rejected_log_ratio - dpop_lambda * penalty))
+
+
+def cal_dpo_loss(
+    chosen_logps: torch.Tensor,
+    rejected_logps: torch.Tensor,
+    ref_chosen_logps: torch.Tensor,
+    ref_rejected_logps: torch.Tensor,
+    beta: float,
+) -> torch.Tensor:
+    r"""Calibrated DPO: the two log-ratios are pulled to +1/(2 beta) and -1/(2 beta), so the chosen one cannot sink.
+
+    -log sigmoid(h_c - h_r) + (h_c - 1/(2 beta))^2 + (h_r + 1/(2 beta))^2, h = pi - ref (log-probabilities). Xiao et
+    al. 2024, "Cal-DPO: Calibrated Direct Preference Optimization for Language Model Alignment" (arXiv 2412.14516,
+    NeurIPS 2024). beta enters through the targets alone: the contrastive part has no beta. The authors' released
+    training script weighs the two squares by 1/2 instead of 1.
+
+    Args:
+        chosen_logps, rejected_logps: (B,), summed over the tokens of each answer, in nats, with gradient.
+        ref_chosen_logps, ref_rejected_logps: (B,), the same under the frozen reference.
+        beta: greater than 0; a *small* beta asks for a *large* distance from the reference.
+
+    Returns:
+        (B,), a loss to *minimise*, float32 or wider. At the reference it is log 2 + 1/(2 beta^2): 50.7 for beta 0.1,
+        so it cannot be compared with DPO's number.
+
+    When it is wrong: the targets are in nats per answer, whatever its length; a few tokens cannot move by
+    1/(2 beta) = 50 nats (beta 0.001 in the authors' runs is for long answers). Gradients grow with 1/beta: lower the
+    learning rate, or clip.
+
+    Raises:
+        ValueError: shapes differ or are not (B,), or `beta` is not positive.
+    """
+    _check_beta(beta)
+    chosen, rejected = log_ratios(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
+    target = 1 / (2 * beta)
+    return _minus_log_sigmoid(chosen - rejected) + (chosen - target).square() + (rejected + target).square()
+
+
+def dpo_shift_loss(
+    chosen_logps: torch.Tensor,
+    rejected_logps: torch.Tensor,
+    ref_chosen_logps: torch.Tensor,
+    ref_rejected_logps: torch.Tensor,
+    beta: float,
+    dpo_shift_lambda: float,
+) -> torch.Tensor:
+    r"""DPO-Shift: DPO with the rejected log-ratio scaled down, so that pushing it down pays less.
+
+    -log sigmoid(beta * [(pi_c - ref_c) - f * (pi_r - ref_r)]) with f = dpo_shift_lambda. Yang et al. 2025,
+    "DPO-Shift: Shifting the Distribution of Direct Preference Optimization" (arXiv 2502.07599). f = 1 is plain DPO;
+    the smaller, the likelier the chosen answers stay and the smaller the margin becomes.
+
+    Args:
+        chosen_logps, rejected_logps: (B,), summed over the tokens of each answer, in nats, with gradient.
+        ref_chosen_logps, ref_rejected_logps: (B,), the same under the frozen reference.
+        beta: greater than 0. dpo_shift_lambda: in (0, 1]; the authors use 0.55 to 0.99, fixed or linear over the run.
+
+    Returns:
+        (B,), a loss to *minimise*, float32 or wider.
+
+    When it is wrong: with f well below 1 the partition function of DPO's derivation no longer cancels, so the margin
+    is not a difference of rewards any more. It lowers the pressure on the chosen answer; it does not hold it.
+
+    Raises:
+        ValueError: shapes differ or are not (B,), `beta` is not positive, or `dpo_shift_lambda` is outside (0, 1].
+    """
+    _check_beta(beta)
+    if not 0 < dpo_shift_lambda <= 1:
+        raise ValueError(f"`dpo_shift_lambda` must be in (0, 1], got {dpo_shift_lambda}.")
+    chosen, rejected = log_ratios(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
+    return _minus_log_sigmoid(beta * (chosen - dpo_shift_lambda * rejected))
+
+
+def _check_beta(beta: float) -> None:
+    if not beta > 0:
+        raise ValueError(f"`beta` must be greater than 0, got {beta}.")
+
+
+def _minus_log_sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """-log sigmoid(x) = log(1 + exp(-x)), without overflow."""
     return torch.logaddexp(torch.zeros_like(logits), -logits)
 
 
@@ -95,3 +222,11 @@ def project_update(update_gradient: torch.Tensor, chosen_gradient: torch.Tensor)
     squared_norm = torch.where(no_direction, torch.ones_like(size), direction.square().sum())
     harm = torch.relu((gradient * direction).sum())
     return gradient - harm / squared_norm * direction
+
+
+def projection_coefficient(dot: float, chosen_square: float) -> float:
+    r"""max(0, g . c) / (c . c), what `project_update` multiplies c with, from products already summed over a model.
+
+    0 where c . c is 0: without a direction there is nothing to remove.
+    """
+    return max(0.0, dot) / chosen_square if chosen_square > 0 else 0.0

@@ -10,6 +10,8 @@ from typing import IO, Any
 
 from transformers import ProgressCallback, TrainerCallback
 
+from trl_ext.files import write_atomic
+
 METRICS = "metrics.jsonl"
 
 
@@ -40,13 +42,6 @@ def _first_free(wanted: Path) -> Path:
             if folder.is_dir() and not any(folder.iterdir()):
                 return folder
             number += 1
-
-
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """Writes `data` (text as UTF-8) so that `path` holds either its old content or all of the new."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from trl_ext.formulas.kl import kl_per_token, return_to_go
 from trl_ext.formulas.reduce import Window, reduce_per_token, sequence_sums
-from trl_ext.seams import PolicyForward, ScoringRecord
+from trl_ext.seams.rollout import PolicyForward, ScoringRecord
 from trl_ext.trainers.aggregation import grpo_advantages
 from trl_ext.trainers.rollout_trainer import RolloutTrainer
 

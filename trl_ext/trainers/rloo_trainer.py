@@ -13,7 +13,7 @@ from trl_ext.formulas.advantages import leave_one_out_advantages, normalise_batc
 from trl_ext.formulas.entropy import mean_token_entropy
 from trl_ext.formulas.kl import kl_per_token
 from trl_ext.formulas.reduce import sequence_sums
-from trl_ext.seams import PolicyForward, ScoringRecord
+from trl_ext.seams.rollout import PolicyForward, ScoringRecord
 from trl_ext.trainers.aggregation import Aggregated
 from trl_ext.trainers.penalty import masked_sum
 from trl_ext.trainers.rloo_config import RLOOConfig

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from trl_ext.formulas.entropy import scheduled_coefficient
 from trl_ext.formulas.kl import KLController, policy_kl
-from trl_ext.seams import PolicyForward, RolloutSeams, reward_names
+from trl_ext.seams.rollout import PolicyForward, RolloutSeams, reward_names
 from trl_ext.trainers.aggregation import Aggregated, aggregate, gdpo_metrics
 from trl_ext.trainers.penalty import PenaltyCoefficient, masked_sum
 from trl_ext.trainers.preflight import check_arguments, check_trainable

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from trl_ext.files import write_atomic
 
 STATE_FILE = "trl_ext_state.json"
 
 
 def save_state(folder: str | Path, state: dict[str, Any]) -> None:
     """Write `state` atomically: a reader sees the old file or the new one, never half of it."""
-    path = Path(folder) / STATE_FILE
-    temporary = path.with_suffix(f".tmp{os.getpid()}")
-    temporary.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(Path(folder) / STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
 
 
 def load_state(folder: str | Path) -> dict[str, Any] | None:

@@ -1,20 +1,8 @@
-"""The seam to TRL: the only module that knows TRL's private names.
-
-TRL's rollout trainers (GRPO, RLOO) offer no public hooks, so `RolloutSeams` overrides a handful of private methods,
-calls `super()` in each, and hands what it intercepted to hooks with public names. Nothing of TRL is copied: with no
-hook active every override returns what TRL returns.
-
-`TRL_SEAMS` lists each method relied on, with its argument names and the hash of its body; `tests/test_seams.py` fails
-on a TRL release that changed one.
-"""
+"""Interception of TRL's rollout trainers, GRPO and RLOO."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,95 +17,6 @@ if TYPE_CHECKING:
     _TRLRolloutTrainer = Any
 else:
     _TRLRolloutTrainer = object
-
-GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
-RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
-
-
-@dataclass(frozen=True)
-class Seam:
-    """A TRL method that we override or rely on, as it was when our code was checked against it."""
-
-    owner: str  # "module:Class"
-    method: str
-    parameters: tuple[str, ...]
-    body_hash: str
-    relies_on: str
-
-    def current(self) -> Callable[..., Any]:
-        """The method of the installed TRL."""
-        module, _, name = self.owner.partition(":")
-        return inspect.unwrap(getattr(getattr(importlib.import_module(module), name), self.method))
-
-
-def body_hash(function: Callable[..., Any]) -> str:
-    """Hash of a function's source, 16 hex digits."""
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-
-
-_FORWARD = (
-    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
-    "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes",
-    "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
-_FORWARD_RELIES = "returns (logps, entropies, aux_loss); one call in the loss; in scoring old (if any), then reference"
-_REWARDS = ("self", "inputs", "prompts", "completions", "completion_ids_list")
-_REWARDS_RELIES = "returns the (N, F) matrix gathered over all ranks, NaN = not applicable"
-_SCORE_RELIES = "returns a dict with the local `advantages` (B,); runs in evaluation too; before the shuffle"
-
-TRL_SEAMS = (
-    Seam(GRPO, "_get_per_token_logps_and_entropies", _FORWARD, "ea73c3909275851d", _FORWARD_RELIES),
-    Seam(RLOO, "_get_per_token_logps_and_entropies", _FORWARD, "ea73c3909275851d", _FORWARD_RELIES),
-    Seam(GRPO, "_calculate_rewards", _REWARDS, "736ae29b083840b5", _REWARDS_RELIES),
-    Seam(RLOO, "_calculate_rewards", _REWARDS, "81ef76d93756be6f", _REWARDS_RELIES),
-    Seam(GRPO, "_generate_and_score_completions", ("self", "inputs"), "1fa48922792dcd5c", _SCORE_RELIES),
-    Seam(RLOO, "_generate_and_score_completions", ("self", "inputs"), "93ebbf5e70d31778", _SCORE_RELIES),
-    Seam(
-        GRPO,
-        "_compute_loss",
-        ("self", "model", "inputs"),
-        "80295546bbdbf6f7",
-        "reads `advantages` after its one forward, (B, T) accepted; `beta == 0.0` removes exactly the KL term; divides "
-        "by gradient accumulation itself; logs `policy_loss` when the entropy bonus is on",
-    ),
-    Seam(
-        RLOO,
-        "_compute_loss",
-        ("self", "model", "inputs"),
-        "c1f9fa0cd5a6948c",
-        "reads `advantages` after its one forward; uses no beta; the Trainer divides by gradient accumulation",
-    ),
-    Seam(
-        GRPO,
-        "_save_checkpoint",
-        ("self", "model", "trial"),
-        "ec91bde123649111",
-        "writes into `checkpoint-<global_step>`",
-    ),
-    Seam(
-        RLOO,
-        "_save_checkpoint",
-        ("self", "model", "trial"),
-        "b6ee0a370c266b6f",
-        "writes into `checkpoint-<global_step>`",
-    ),
-    Seam(GRPO, "_load_optimizer_and_scheduler", ("self", "checkpoint"), "5c1772becdfd7fdb", "called once on resume"),
-    Seam(RLOO, "_load_optimizer_and_scheduler", ("self", "checkpoint"), "741032f57d6fb802", "called once on resume"),
-    Seam(
-        GRPO,
-        "_prepare_inputs",
-        ("self", "generation_batch"),
-        "f824e7fb07147956",
-        "extra keys ride along when dim 0 is B",
-    ),
-    Seam(
-        RLOO,
-        "_prepare_inputs",
-        ("self", "generation_batch"),
-        "f824e7fb07147956",
-        "extra keys ride along when dim 0 is B",
-    ),
-)
 
 
 def reward_names(reward_funcs: Any) -> list[str]:
@@ -363,16 +262,3 @@ class RolloutSeams(_TRLRolloutTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.ext_load_state(checkpoint)
-
-
-@functools.lru_cache(maxsize=1)
-def changed_seams() -> tuple[str, ...]:
-    """Descriptions of the seams that differ in the installed TRL; empty when it is the checked release."""
-    changes = []
-    for seam in TRL_SEAMS:
-        function = seam.current()
-        if tuple(inspect.signature(function).parameters) != seam.parameters:
-            changes.append(f"{seam.owner}.{seam.method}: arguments {tuple(inspect.signature(function).parameters)}")
-        elif body_hash(function) != seam.body_hash:
-            changes.append(f"{seam.owner}.{seam.method}: body (relied on: {seam.relies_on})")
-    return tuple(changes)
