@@ -1,6 +1,6 @@
 """Step time and peak memory of our trainers against TRL's own class, in alternating turns.
 
-    python -m tests.benchmarks.step_cost [--method grpo] [--turns 16] [--steps 4] [--model FOLDER]
+    python -m tests.benchmarks.step_cost [--method grpo rloo dpo] [--turns 16] [--steps 6] [--model FOLDER]
 
 One process per arm stays alive and they train in turn, a few steps each, so that a machine that slows down slows both.
 The figure is the ratio ours / TRL of the times of neighbouring turns: median, and the quartiles over the turns; and the
@@ -9,14 +9,16 @@ does not count the other programs of the machine.
 Completions are fixed (sampling would give each arm other lengths), so generation is left out of the step, which makes
 the ratio stricter than in real training.
 
-Arms: "off" compares our class with every option at its default; "on" switches on every option of ours, against TRL
-with the same beta (the same reference forward) and entropy bonus.
+Options: "off" compares our class with every option at its default. For GRPO and RLOO "on" switches on every option of
+ours, against TRL with the same beta (the same reference forward) and entropy bonus. For DPO "dpop" and "projection" are
+compared with TRL's plain DPO on the same pairs, all parameters trained, activation checkpointing as TRL has it by
+default; "projection, no checkpointing" is against TRL without it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import importlib
 import json
 import resource
 import statistics
@@ -24,17 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 32
 
-SHARED_ON: dict[str, dict[str, Any]] = {
-    "grpo": {"beta": 0.05, "num_iterations": 2, "entropy_coef": 0.01},
-    "rloo": {"beta": 0.05, "num_iterations": 2},
-}
-OURS_ON: dict[str, Any] = {
+EVERYTHING: dict[str, Any] = {
     "kl_estimator": "k3",
     "kl_controller": "proportional",
     "kl_target": 0.05,
@@ -51,6 +50,32 @@ OURS_ON: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Settings of both arms, and what ours has on top."""
+
+    shared: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS: dict[str, dict[str, Variant]] = {
+    "grpo": {
+        "off": Variant({"num_iterations": 1}),
+        "on": Variant({"beta": 0.05, "num_iterations": 2, "entropy_coef": 0.01}, EVERYTHING),
+    },
+    "rloo": {
+        "off": Variant({"num_iterations": 1}),
+        "on": Variant({"beta": 0.05, "num_iterations": 2}, EVERYTHING),
+    },
+    "dpo": {
+        "off": Variant(),
+        "dpop": Variant({}, {"loss_type": ["dpop"]}),
+        "projection": Variant({}, {"project_chosen_gradient": True}),
+        "projection, no checkpointing": Variant({"activation_checkpointing": False}, {"project_chosen_gradient": True}),
+    },
+}
+
+
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Share of even token ids."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
@@ -61,26 +86,38 @@ def first_token(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[0] % 100) for ids in completion_ids]
 
 
-def build_trainer(arm: str, method: str, model: str, folder: str, on: bool, steps: int) -> Any:
-    """The trainer of one arm, with completions that are the same in every arm."""
-    import trl
+def build_trainer(arm: str, method: str, model: str, folder: str, variant: Variant, steps: int) -> Any:
+    """The trainer of one arm, on data that are the same in every arm."""
+    settings = variant.shared | (variant.ours if arm == "ours" else {})
+    settings |= {"max_steps": steps, "learning_rate": 1e-6, "logging_steps": 1}
+    build = build_dpo if method == "dpo" else build_rollout
+    return build(importlib.import_module("trl" if arm == "trl" else "trl_ext"), method, model, Path(folder), settings)
 
-    import trl_ext
+
+def build_dpo(package: Any, method: str, model: str, folder: Path, settings: dict[str, Any]) -> Any:
+    """Four pairs a step; answers of 48 tokens or so that differ in one word."""
+    from datasets import Dataset
+
+    from tests.trainers.harness import base_config
+
+    text = " ".join(f"Step {number}: add {number} to the sum and write it down." for number in range(1, 5))
+    rows = {
+        "prompt": [f"Count from {number} on, slowly." for number in range(8)],
+        "chosen": [f" {text} Done {number}." for number in range(8)],
+        "rejected": [f" {text} Lost {number}." for number in range(8)],
+    }
+    config = base_config(folder, per_device_train_batch_size=4, **settings)
+    for name in ("num_generations", "max_completion_length"):
+        del config[name]
+    return package.DPOTrainer(model, args=package.DPOConfig(**config), train_dataset=Dataset.from_dict(rows))
+
+
+def build_rollout(package: Any, method: str, model: str, folder: Path, settings: dict[str, Any]) -> Any:
+    """Eight completions a step, fixed."""
     from tests.trainers.harness import base_config, prompts
 
-    package = trl if arm == "trl" else trl_ext
-    settings = dict(SHARED_ON[method]) if on else {"num_iterations": 1}
-    if on and arm == "ours":
-        settings |= OURS_ON
     config = base_config(
-        Path(folder),
-        max_steps=steps,
-        per_device_train_batch_size=8,
-        num_generations=8,
-        max_completion_length=TOKENS,
-        learning_rate=1e-6,
-        logging_steps=1,
-        **settings,
+        folder, per_device_train_batch_size=8, num_generations=8, max_completion_length=TOKENS, **settings
     )
     name = method.upper()
     trainer = getattr(package, f"{name}Trainer")(
@@ -98,13 +135,13 @@ def build_trainer(arm: str, method: str, model: str, folder: str, on: bool, step
     return trainer
 
 
-def worker(arm: str, method: str, model: str, on: bool, steps: int) -> None:
+def worker(arm: str, method: str, model: str, variant: str, steps: int) -> None:
     """Train `steps` steps for every line read, and answer with the seconds."""
     import torch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(arm, method, model, folder, on, steps)
+        trainer = build_trainer(arm, method, model, folder, VARIANTS[method][variant], steps)
         for _ in sys.stdin:
             start = time.process_time()
             trainer.train()
@@ -116,9 +153,9 @@ def worker(arm: str, method: str, model: str, on: bool, steps: int) -> None:
 class Arm:
     """A worker process that trains when asked."""
 
-    def __init__(self, arm: str, method: str, model: str, on: bool, steps: int) -> None:
+    def __init__(self, arm: str, method: str, model: str, variant: str, steps: int) -> None:
         command = [sys.executable, "-m", "tests.benchmarks.step_cost", "--worker", arm, "--method", method]
-        command += ["--model", model, "--steps", str(steps), *(["--on"] if on else [])]
+        command += ["--model", model, "--steps", str(steps), "--variant", variant]
         self.errors = tempfile.TemporaryFile(mode="w+")
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
@@ -141,9 +178,9 @@ class Arm:
         self.process.wait(timeout=60)
 
 
-def compare(method: str, model: str, on: bool, turns: int, steps: int) -> dict[str, Any]:
+def compare(method: str, model: str, variant: str, turns: int, steps: int) -> dict[str, Any]:
     """Alternate the two arms; the order within a pair is swapped every turn."""
-    arms = {name: Arm(name, method, model, on, steps) for name in ("trl", "ours")}
+    arms = {name: Arm(name, method, model, variant, steps) for name in ("trl", "ours")}
     for arm in arms.values():
         arm.turn()  # warm-up, not counted
     pairs = []
@@ -156,7 +193,7 @@ def compare(method: str, model: str, on: bool, turns: int, steps: int) -> dict[s
     low, median, high = statistics.quantiles(ratios, n=4)
     return {
         "method": method,
-        "options": "on" if on else "off",
+        "options": variant,
         "turns": turns,
         "steps_per_turn": steps,
         "trl_seconds_per_step": statistics.median(pair["trl"]["seconds"] for pair in pairs) / steps,
@@ -170,16 +207,16 @@ def compare(method: str, model: str, on: bool, turns: int, steps: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--method", choices=["grpo", "rloo", "both"], default="both")
+    parser.add_argument("--method", choices=list(VARIANTS), nargs="+", default=list(VARIANTS))
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--worker", choices=["trl", "ours"], help=argparse.SUPPRESS)
-    parser.add_argument("--on", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.method, options.model, options.on, options.steps)
+        worker(options.worker, options.method[0], options.model, options.variant, options.steps)
         return
     from tests.benchmarks.machine import describe, print_header
     from trl_ext.files import write_atomic
@@ -187,15 +224,14 @@ def main() -> None:
 
     print_header(" ".join(["python -m tests.benchmarks.step_cost", *sys.argv[1:]]))
     model = resolve_model(options.model)
-    methods = ["grpo", "rloo"] if options.method == "both" else [options.method]
     print(
         "| trainer | options | TRL s/step | time ours / TRL (quartiles) | of the fastest turns "
         "| peak memory ours / TRL |"
     )
     print("|---|---|---|---|---|---|")
     rows = []
-    for method, on in itertools.product(methods, (False, True)):
-        rows.append(row := compare(method, model, on, options.turns, options.steps))
+    for method, variant in [(name, variant) for name in options.method for variant in VARIANTS[name]]:
+        rows.append(row := compare(method, model, variant, options.turns, options.steps))
         low, high = row["time_ratio_quartiles"]
         print(
             f"| {row['method']} | {row['options']} | {row['trl_seconds_per_step']:.2f} | {row['time_ratio']:.3f} "
@@ -203,7 +239,8 @@ def main() -> None:
             flush=True,
         )
         # After every row: the whole run takes long, and a part of it is worth keeping.
-        write_atomic(options.out / "step_cost.json", json.dumps({"machine": describe(), "rows": rows}, indent=2) + "\n")
+        name = "_".join(["step_cost", *(options.method if options.method != list(VARIANTS) else [])])
+        write_atomic(options.out / f"{name}.json", json.dumps({"machine": describe(), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

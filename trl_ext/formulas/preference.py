@@ -22,9 +22,12 @@ def sequence_logps(per_token_logps: torch.Tensor, mask: torch.Tensor, ld_alpha: 
         (2B,), float32 or wider; 0 for an answer without a token.
 
     Raises:
-        ValueError: shapes differ, or an odd number of rows with `ld_alpha`.
+        ValueError: shapes differ or are not (2B, T), `ld_alpha` is outside [0, 1], or the rows are no pairs.
     """
+    check_rank("per_token_logps", per_token_logps, 2)
     check_mask(mask, per_token_logps)
+    if ld_alpha is not None and not 0 <= ld_alpha <= 1:
+        raise ValueError(f"`ld_alpha` must be in [0, 1], got {ld_alpha}.")
     real = mask.bool()
     logps = at_least_float32(per_token_logps)
     masked = torch.where(real, logps, torch.zeros_like(logps))
@@ -114,7 +117,7 @@ def cal_dpo_loss(
     ref_rejected_logps: torch.Tensor,
     beta: float,
 ) -> torch.Tensor:
-    r"""Calibrated DPO: the two log-ratios are pulled to +1/(2 beta) and -1/(2 beta), so the chosen one cannot sink.
+    r"""Calibrated DPO: each log-ratio is pulled to a target of its own, +1/(2 beta) and -1/(2 beta), by a square.
 
     -log sigmoid(h_c - h_r) + (h_c - 1/(2 beta))^2 + (h_r + 1/(2 beta))^2, h = pi - ref (log-probabilities). Xiao et
     al. 2024, "Cal-DPO: Calibrated Direct Preference Optimization for Language Model Alignment" (arXiv 2412.14516,
@@ -130,9 +133,9 @@ def cal_dpo_loss(
         (B,), a loss to *minimise*, float32 or wider. At the reference it is log 2 + 1/(2 beta^2): 50.7 for beta 0.1,
         so it cannot be compared with DPO's number.
 
-    When it is wrong: the targets are in nats per answer, whatever its length; a few tokens cannot move by
-    1/(2 beta) = 50 nats (beta 0.001 in the authors' runs is for long answers). Gradients grow with 1/beta: lower the
-    learning rate, or clip.
+    When it is wrong: the targets are in nats per answer, whatever its length; an answer that is already likely cannot
+    rise by 1/(2 beta). Where the two answers share most of their tokens the two targets pull against each other, and
+    the chosen one may sink more than under DPO. Gradients grow with 1/beta: lower the learning rate, or clip.
 
     Raises:
         ValueError: shapes differ or are not (B,), or `beta` is not positive.
