@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
+
+
+def prepare_quantized(arguments: Mapping[str, Any]) -> None:
+    """`keep_gradients_of_4bit_on_cpu` when these arguments of a trainer ask for a 4-bit base, or hold one."""
+    init_kwargs = getattr(arguments.get("args"), "model_init_kwargs", None) or {}
+    quantized = (
+        arguments.get("quantization_config") is not None
+        or (isinstance(init_kwargs, Mapping) and init_kwargs.get("quantization_config") is not None)
+        or getattr(arguments.get("model"), "is_loaded_in_4bit", False)
+    )
+    if quantized:
+        keep_gradients_of_4bit_on_cpu()
 
 
 def keep_gradients_of_4bit_on_cpu() -> bool:

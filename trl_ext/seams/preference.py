@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import trl
+
+# Not `trl.DPOTrainer`: the command line puts our class in that place.
+from trl.trainer.dpo_trainer import DPOTrainer as TRL_DPOTrainer
 from typing_extensions import override
 
 from trl_ext.formulas.preference import sequence_logps
@@ -70,7 +72,7 @@ class RecordingModel:
 
 def trl_loss_types() -> list[str]:
     """The loss types that TRL's DPO knows, read from its loss; empty when they cannot be told."""
-    source = inspect.getsource(trl.DPOTrainer._compute_loss)
+    source = inspect.getsource(TRL_DPOTrainer._compute_loss)
     return re.findall(r'loss_type == "(\w+)"', source)
 
 

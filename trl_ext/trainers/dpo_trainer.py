@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from trl_ext.formulas.entropy import mean_sequence_entropy
 from trl_ext.formulas.preference import cal_dpo_loss, dpo_shift_loss, dpop_loss
-from trl_ext.models.quantized import keep_gradients_of_4bit_on_cpu
+from trl_ext.models.quantized import prepare_quantized
 from trl_ext.seams.preference import PairForward, PreferenceSeams, trl_loss_types
 from trl_ext.trainers.chosen_guard import ChosenGuard
 from trl_ext.trainers.chosen_projection import ChosenProjection, deepspeed_gradients, write_deepspeed_gradient
@@ -46,15 +46,14 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
     _ext_evaluating: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(trl.DPOTrainer.__init__).bind(None, *args, **kwargs)
+        given = inspect.signature(super().__init__).bind(*args, **kwargs)
         config = given.arguments.get("args")
         options = config if isinstance(config, PreferenceOptions) else None
         self._ext_checked: list[Any] = []
         self._ext_drift = ReferenceDrift()
         if isinstance(given.arguments.get("model"), torch.nn.Module):
             check_peft_trainable(given.arguments["model"], given.arguments.get("peft_config"))
-        if given.arguments.get("quantization_config") is not None:
-            keep_gradients_of_4bit_on_cpu()
+        prepare_quantized(given.arguments)
         if options is not None:
             _check_loss_types(config)
             for name in ("train_dataset", "eval_dataset"):
@@ -63,7 +62,7 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
             if options.ref_init == "sft_on_chosen":
                 train_reference(given.arguments, config)
         self._ext_options = options
-        super().__init__(*given.args[1:], **given.kwargs)
+        super().__init__(*given.args, **given.kwargs)
         check_trainable(self.model)
         if options is None:
             return

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from trl_ext.formulas.entropy import scheduled_coefficient
 from trl_ext.formulas.kl import KLController, policy_kl
+from trl_ext.models.quantized import prepare_quantized
 from trl_ext.seams.rollout import PolicyForward, RolloutSeams, reward_names
 from trl_ext.trainers.aggregation import Aggregated, aggregate, gdpo_metrics
 from trl_ext.trainers.penalty import PenaltyCoefficient, masked_sum
@@ -57,6 +58,7 @@ class RolloutTrainer(RolloutSeams):
         options = config if isinstance(config, RolloutOptions) else RolloutOptions()
         names = reward_names(given.get("reward_funcs"))
         check_arguments(given, options, names)
+        prepare_quantized(given)
         super().__init__(*args, **kwargs)
         check_trainable(self.model)
         self._ext_options = options
