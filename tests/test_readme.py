@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from trl_ext import GRPOConfig, RLOOConfig
+from trl_ext import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
+from trl_ext.trainers.dpo_config import PreferenceOptions
 from trl_ext.trainers.rollout_config import RolloutOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPES = ROOT / "launch" / "recipes"
+CONFIGS = (GRPOConfig, RLOOConfig, DPOConfig, KTOConfig)
+OPTIONS = (RolloutOptions, PreferenceOptions)
+# Options of the command line that belong to no training config.
+MODEL_OPTIONS = {"load_in_4bit"}
 
 
 def table() -> list[dict[str, str]]:
@@ -30,7 +35,7 @@ def codes(cell: str) -> list[str]:
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: row["idea"])
 def test_each_row_is_true(row: dict[str, str]) -> None:
-    known = {field.name for field in (*fields(GRPOConfig), *fields(RLOOConfig))}
+    known = {field.name for config in CONFIGS for field in fields(config)} | MODEL_OPTIONS
     for option in codes(row["option"]):
         assert option.split(":")[0] in known, option
     (test,) = codes(row["test"])
@@ -47,13 +52,14 @@ def test_each_row_is_true(row: dict[str, str]) -> None:
 
 def test_no_option_and_no_recipe_is_missing() -> None:
     options = {option.split(":")[0] for row in table() for option in codes(row["option"])}
-    ours = {field.name for field in fields(RolloutOptions)}
+    ours = {field.name for group in OPTIONS for field in fields(group)}
     assert ours <= options, sorted(ours - options)
     recipes = {recipe for row in table() for recipe in codes(row["recipe"])}
     assert {path.name for path in RECIPES.glob("*.yaml")} == recipes
 
 
-def test_every_option_is_documented_beside_its_field() -> None:
-    for field in fields(RolloutOptions):
-        assert field.name in (RolloutOptions.__doc__ or ""), field.name
+@pytest.mark.parametrize("group", OPTIONS)
+def test_every_option_is_documented_beside_its_field(group: type) -> None:
+    for field in fields(group):
+        assert field.name in (group.__doc__ or ""), field.name
         assert field.metadata["help"], field.name
