@@ -23,7 +23,11 @@ _OURS = {
     "GRPOTrainer": "trl_ext.trainers.grpo_trainer",
     "RLOOConfig": "trl_ext.trainers.rloo_config",
     "RLOOTrainer": "trl_ext.trainers.rloo_trainer",
+    "RewardConfig": "trl_ext.trainers.reward_config",
+    "RewardEnsemble": "trl_ext.rewards.ensemble",
     "RewardGate": "trl_ext.trainers.reward_gate",
+    "RewardModelScorer": "trl_ext.rewards.model_scorer",
+    "RewardTrainer": "trl_ext.trainers.reward_trainer",
 }
 
 # TRL has modules of these names too.
@@ -36,15 +40,31 @@ _SUBMODULES = {
 if TYPE_CHECKING:
     from trl import *  # noqa: F403
 
+    from trl_ext.rewards.ensemble import RewardEnsemble
+    from trl_ext.rewards.model_scorer import RewardModelScorer
     from trl_ext.trainers.dpo_config import DPOConfig
     from trl_ext.trainers.dpo_trainer import DPOTrainer
     from trl_ext.trainers.grpo_config import GRPOConfig
     from trl_ext.trainers.grpo_trainer import GRPOTrainer
+    from trl_ext.trainers.reward_config import RewardConfig
     from trl_ext.trainers.reward_gate import RewardGate
+    from trl_ext.trainers.reward_trainer import RewardTrainer
     from trl_ext.trainers.rloo_config import RLOOConfig
     from trl_ext.trainers.rloo_trainer import RLOOTrainer
 
-__all__ = ["DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardGate"]
+__all__ = [
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "RewardConfig",
+    "RewardEnsemble",
+    "RewardGate",
+    "RewardModelScorer",
+    "RewardTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:

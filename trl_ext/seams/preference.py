@@ -15,6 +15,7 @@ from trl.trainer.dpo_trainer import DPOTrainer as TRL_DPOTrainer
 from typing_extensions import override
 
 from trl_ext.formulas.preference import sequence_logps
+from trl_ext.seams.metrics import MetricSeams
 from trl_ext.temporarily import temporarily
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def trl_loss_types() -> list[str]:
     return re.findall(r'loss_type == "(\w+)"', source)
 
 
-class PreferenceSeams(_TRLDPOTrainer):
+class PreferenceSeams(MetricSeams, _TRLDPOTrainer):
     """Interception of TRL's DPO trainer; hooks are the methods that start with `ext_`."""
 
     # ---- hooks -------------------------------------------------------------------------------------------------
@@ -118,21 +119,6 @@ class PreferenceSeams(_TRLDPOTrainer):
 
     def ext_load_state(self, checkpoint: str) -> None:
         """Restore the state from a checkpoint folder."""
-
-    # ---- access to TRL's private attributes --------------------------------------------------------------------
-
-    @property
-    def ext_mode(self) -> str:
-        """ "train" or "eval", as TRL decides it."""
-        return "train" if self.model.training else "eval"
-
-    def ext_log(self, name: str, value: float) -> None:
-        """Append to TRL's metric `name`; TRL averages them at the next log."""
-        self._metrics[self.ext_mode][name].append(value)
-
-    def ext_log_train(self, name: str, value: float) -> None:
-        """The same for the next training log, also from within an evaluation."""
-        self._metrics["train"][name].append(value)
 
     # ---- overrides ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from trl.trainer.utils import get_callable_name, get_config_model_id
 from typing_extensions import override
 
+from trl_ext.seams.metrics import MetricSeams
 from trl_ext.temporarily import temporarily
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class ScoringRecord:
     rewards: torch.Tensor | None = None
 
 
-class RolloutSeams(_TRLRolloutTrainer):
+class RolloutSeams(MetricSeams, _TRLRolloutTrainer):
     """Interception of TRL's rollout trainers; hooks are the methods that start with `ext_`."""
 
     reward_funcs: list[Any]
@@ -130,18 +131,9 @@ class RolloutSeams(_TRLRolloutTrainer):
     # ---- access to TRL's private attributes --------------------------------------------------------------------
 
     @property
-    def ext_mode(self) -> str:
-        """ "train" or "eval", as TRL decides it."""
-        return "train" if self.model.training else "eval"
-
-    @property
     def ext_num_generations(self) -> int:
         """Group size of the current mode."""
         return self.num_generations if self.ext_mode == "train" else self.num_generations_eval
-
-    def ext_log(self, name: str, value: float) -> None:
-        """Append to TRL's metric `name`; TRL averages them at the next log."""
-        self._metrics[self.ext_mode][name].append(value)
 
     def ext_replace_last_metric(self, name: str, value: float) -> None:
         """Overwrite the value that TRL just logged under its own definition."""
