@@ -22,14 +22,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb is None:
         parser.print_help()
         return 0
-    return _print_environment() if options.verb == "env" else _prepare_model(options)
+    verb = {"env": _print_environment, "models": _prepare_model, "reward-eval": _evaluate_reward}[options.verb]
+    return verb(options)
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trl-ext", description=__doc__.splitlines()[0], allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", metavar="{grpo,rloo,dpo,kto,env,models}")
+    verbs = parser.add_subparsers(dest="verb", metavar="{grpo,rloo,dpo,kto,reward,reward-eval,env,models}")
     for name, prefix in TRAINING_SCRIPTS.items():
         verbs.add_parser(name, help=f"train with trl_ext's {prefix}Trainer; `trl-ext {name} --help` lists its options")
+    score = verbs.add_parser("reward-eval", help="accuracy, calibration and disagreement of a reward model on pairs")
+    score.add_argument("model", help="folder that RewardTrainer saved")
+    score.add_argument("data", help="name or folder for datasets.load_dataset, or a .json(l) file, of pairs")
+    score.add_argument("--split", default="test", help="default: test")
+    score.add_argument("--limit", type=int, help="at most so many pairs")
+    score.add_argument("--reduce", default="mean", help="mean, min, median, lcb or uwo")
+    score.add_argument("--coef", type=float, default=1.0, help="weight of the disagreement in lcb and uwo")
+    score.add_argument("--elsewhere", help="a .jsonl file of {prompt, completion} unlike the training data")
+    score.add_argument("--out", default="reward_eval", help="folder for reward_eval.json and reliability.png")
     verbs.add_parser("env", help="print the versions and the hardware, for bug reports")
     models = verbs.add_parser("models", help="the embedded default model")
     actions = models.add_subparsers(dest="action", required=True)
@@ -95,7 +105,18 @@ def _prepare_model(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_environment() -> int:
+def _evaluate_reward(options: argparse.Namespace) -> int:
+    from .evaluation.reward_cli import run_reward_eval
+
+    try:
+        print(run_reward_eval(options))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"trl-ext reward-eval: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print_environment(_: argparse.Namespace) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
     import torch

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 # Verb -> prefix of the class names, in trl and in trl_ext alike.
-TRAINING_SCRIPTS = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO", "kto": "KTO"}
+TRAINING_SCRIPTS = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO", "kto": "KTO", "reward": "Reward"}
 
 
 class UnknownOptionError(ValueError):

@@ -107,10 +107,11 @@ class RewardEnsemble:
 
         calibration: dict[str, Any] = {"mean": card.mean, "std": card.std, "temperature": card.temperature}
         ensemble = cls([scorer], [card.size], name=ours.pop("name", Path(folder).name), **calibration, **ours)
-        ensemble.members = members
+        ensemble.members, ensemble.folder = members, Path(folder)
         return ensemble
 
     members: Members | None = None
+    folder: Path | None = None
 
     @classmethod
     def of(cls, members: Sequence[Any], **options: Any) -> RewardEnsemble:
@@ -164,6 +165,18 @@ class RewardEnsemble:
         """Standardise every member on these texts: mean 0 and standard deviation 1 from here on."""
         self.mean, self.std = [], []
         self.mean, self.std = moments(self.member_scores(prompts, completions, **columns))
+
+    def average_weights(self, target: str | Path) -> Path:
+        """WARM: the members' weights averaged into one reward model in `target`; see `averaging.average_weights`.
+
+        Raises:
+            ValueError: the ensemble was not loaded from one folder.
+        """
+        from trl_ext.rewards.averaging import average_weights
+
+        if self.folder is None:
+            raise ValueError("Only an ensemble from RewardEnsemble.load(folder) has weights that can be averaged.")
+        return average_weights(self.folder, target)
 
     def preference_probability(self, margins: torch.Tensor) -> torch.Tensor:
         """Calibrated probability that the first of two answers is better, from margins of the mean of the members."""

@@ -10,6 +10,9 @@ from transformers import AutoModelForSequenceClassification, set_seed
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 from trl.trainer.utils import create_model_from_path
 
+from trl_ext.rewards.loading import load_classifier
+from trl_ext.rewards.reward_card import RewardCard
+
 HEAD_NAMES = ("score", "classifier")
 
 
@@ -26,10 +29,16 @@ class Replay:
 def load_for_heads(arguments: dict[str, Any], config: Any, size: int) -> Any:
     """The model of these arguments, loaded as TRL loads it, with `size` fresh heads.
 
+    A folder that holds an ensemble of `size` heads goes on with those.
+
     Raises:
-        ValueError: it is a PEFT model already, or its head is not one linear layer.
+        ValueError: it is a PEFT model already, its head is not one linear layer, or it has another number of members.
     """
     model = arguments["model"]
+    if isinstance(model, str) and (card := RewardCard.load(model)) is not None and card.kind != "single":
+        model = load_stored_heads(model, card, size)
+        model.config.num_labels = 1  # what TRL takes; set to `size` again once TRL has checked it
+        return model
     if isinstance(model, str):
         set_seed(config.seed)
         loading = dict(config.model_init_kwargs or {})
@@ -41,6 +50,26 @@ def load_for_heads(arguments: dict[str, Any], config: Any, size: int) -> Any:
         with suppress_seqcls_warning():
             model = create_model_from_path(model, AutoModelForSequenceClassification, **loading)
     give_heads(model, size, config.seed)
+    return model
+
+
+def load_stored_heads(folder: str, card: RewardCard, size: int) -> Any:
+    """The trained heads in `folder`, to be trained further.
+
+    Raises:
+        ValueError: another kind or number of members.
+    """
+    if (card.kind, card.size) != ("heads", size):
+        raise ValueError(
+            f"{folder} holds an ensemble of {card.size} {card.kind}, but ensemble_size={size} and "
+            "ensemble_kind='heads' are set. Set them to what is there, or start from another model."
+        )
+    model = load_classifier(folder, num_labels=size)
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"{folder} holds heads on an adapter, which cannot be trained further here. Train without an adapter, or "
+            "use ensemble_kind='adapters'."
+        )
     return model
 
 

@@ -28,6 +28,7 @@ from trl_ext.trainers.bootstrap import bootstrap_weights
 from trl_ext.trainers.preflight import check_peft_trainable, check_trainable
 from trl_ext.trainers.reward_config import RewardOptions
 from trl_ext.trainers.reward_heads import Replay, load_for_heads
+from trl_ext.trainers.reward_start import start_of_member
 
 logger = get_logger(__name__)
 _CHECKPOINTS = shutil.ignore_patterns("checkpoint-*", "README.md")
@@ -123,7 +124,8 @@ class RewardTrainer(MetricSeams, trl.RewardTrainer):
         if config.ensemble_bootstrap:
             draw = np.random.default_rng([self._ext_given["args"].seed, member])
             rows = rows.select(draw.integers(len(rows), size=len(rows)))
-        return {"args": config, "train_dataset": rows, "peft_config": copy.deepcopy(self._ext_given.get("peft_config"))}
+        changed = {"args": config, "train_dataset": rows}
+        return changed | start_of_member(self._ext_given, config, member)
 
     @override
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +228,8 @@ def _check_sequential(arguments: dict[str, Any], options: RewardOptions) -> None
             f"ensemble_kind={options.ensemble_kind!r} loads the base for each member. Give `model` as a name or a "
             f"path, not as a {type(arguments.get('model')).__name__}."
         )
-    if options.ensemble_kind == "adapters" and arguments.get("peft_config") is None:
+    stored = RewardCard.load(arguments["model"])
+    if options.ensemble_kind == "adapters" and arguments.get("peft_config") is None and stored is None:
         raise ValueError(
             "ensemble_kind='adapters' needs a peft_config (use_peft on the command line). Or use ensemble_kind='heads'."
         )
