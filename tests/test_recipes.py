@@ -46,11 +46,27 @@ def judged_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags_for(method: str, pair_data: Path, judged_data: Path) -> list[str]:
     """What a test changes in the recipes of a method."""
-    if method == "dpo":
+    if method in ("dpo", "reward"):
         return ["--dataset_name", str(pair_data)]
     if method == "kto":
         return ["--dataset_name", str(judged_data)]
     return ["--max_completion_length", "8"]
+
+
+def trained_ensemble(tiny_model: Path, tmp_path: Path) -> Path:
+    """What the recipe's own first command makes, from pairs of messages, as its prompts are."""
+    folder, pair_data = tmp_path / "ensemble", tmp_path / "pairs"
+    pair_data.mkdir()
+    row = {
+        "prompt": [{"role": "user", "content": "Name a colour."}],
+        "chosen": [{"role": "assistant", "content": "Red, gladly"}],
+        "rejected": [{"role": "assistant", "content": "No"}],
+    }
+    (pair_data / "train.jsonl").write_text(4 * (json.dumps(row) + "\n"), encoding="utf-8")
+    flags = ["--config", str(RECIPES / "reward_ensemble_heads.yaml"), "--model_name_or_path", str(tiny_model)]
+    flags += ["--output_dir", str(folder), "--dataset_name", str(pair_data), "--max_steps", "1", "--use_cpu"]
+    run_training_script("reward", [*flags, "--bf16", "false", "--disable_tqdm", "true"])
+    return folder
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +74,9 @@ def test_each_recipe_trains(name: str, tiny_model: Path, tmp_path: Path, pair_da
     """Catches an unknown field, a refused combination, a reward that does not load."""
     flags = ["--config", str(RECIPES / name), "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path)]
     method = next((method for method in TRAINING_SCRIPTS if name.startswith(method)), "grpo")
-    if name == "dpo_qlora.yaml":
+    if name == "grpo_ensemble_lcb.yaml":
+        flags += ["--reward_funcs", f"ensemble:{trained_ensemble(tiny_model, tmp_path)}?reduce=lcb&coef=1.0"]
+    if "load_in_4bit" in (RECIPES / name).read_text(encoding="utf-8"):
         pytest.importorskip("bitsandbytes")
     else:
         flags += ["--bf16", "false"]
@@ -68,7 +86,8 @@ def test_each_recipe_trains(name: str, tiny_model: Path, tmp_path: Path, pair_da
         flags += ["--dataset_name", "embedded", "--reward_funcs", "trl_ext.rewards.tone_reward"]
         flags += ["trl_ext.rewards.length_reward"]
     run_training_script(method, flags, datasets={"embedded": lambda: prepare_embedded_prompts(tmp_path / "cache")})
-    log = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
+    run = tmp_path / "member-0" if name == "reward_ensemble_adapters.yaml" else tmp_path
+    log = json.loads((run / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
     assert "loss" in log[0]
 
 

@@ -42,7 +42,8 @@ def run_training_script(
 ) -> None:
     """Parse the command line and train: what `python -m trl.scripts.<name>` does, with this package's classes.
 
-    `--model_name_or_path embedded` means the embedded default model.
+    `--model_name_or_path embedded` means the embedded default model; `--reward_funcs` also takes reward models, see
+    `trl_ext.rewards.configured`.
 
     Args:
         name: a key of `TRAINING_SCRIPTS`.
@@ -66,6 +67,10 @@ def run_training_script(
             model_args.model_name_or_path = resolve_model(model_args.model_name_or_path)
         if datasets and script_args.dataset_name in datasets:
             script_args.dataset_name = str(datasets[script_args.dataset_name]())
+        if getattr(script_args, "reward_funcs", None):
+            from .rewards.configured import import_path
+
+            script_args.reward_funcs = [import_path(name) for name in script_args.reward_funcs]
         script.main(script_args, training_args, model_args, dataset_args)
 
 
