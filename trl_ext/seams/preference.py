@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,31 @@ class RecordingModel:
         return getattr(self._model, name)
 
 
+class HalvesModel:
+    """Stands in for the model in TRL's loss: one forward of the chosen and one of the rejected rows, the same work.
+
+    The graphs are separate, so a gradient of the chosen answers alone does not run through the rejected ones.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, **kwargs: Any) -> Any:
+        rows = len(kwargs["input_ids"])
+        split = {k: v.chunk(2) for k, v in kwargs.items() if isinstance(v, torch.Tensor) and len(v) == rows}
+        halves = [self._model(**(kwargs | {key: value[half] for key, value in split.items()})) for half in (0, 1)]
+        fields = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+        joined = {name: _joined([getattr(half, name, None) for half in halves]) for name in fields}
+        return SimpleNamespace(aux_loss=None, **joined)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _joined(parts: list[Any]) -> torch.Tensor | None:
+    return None if parts[0] is None else torch.cat(parts)
+
+
 def trl_loss_types() -> list[str]:
     """The loss types that TRL's DPO knows, read from its loss; empty when they cannot be told."""
     source = inspect.getsource(TRL_DPOTrainer._compute_loss)
@@ -84,6 +110,10 @@ class PreferenceSeams(MetricSeams, _TRLDPOTrainer):
 
     def ext_loss_active(self) -> bool:
         """Whether the loss is intercepted at all."""
+        return False
+
+    def ext_forward_in_halves(self, inputs: dict[str, Any]) -> bool:
+        """Whether the policy's forward is made of two, see `HalvesModel`."""
         return False
 
     def ext_is_own_loss(self, loss_type: str) -> bool:
@@ -128,6 +158,8 @@ class PreferenceSeams(MetricSeams, _TRLDPOTrainer):
             return super()._compute_loss(model, inputs, return_outputs)
         # A copy: the reference log-probabilities are added to it, where TRL expects the precomputed ones.
         forward = PairForward(inputs=dict(inputs), mask=inputs["completion_mask"][..., 1:])
+        if self.ext_forward_in_halves(forward.inputs) and not self.aux_loss_enabled:
+            model = HalvesModel(model)
         recording = RecordingModel(model, lambda output: self._ext_record(forward, output))
         weighted = zip(self.loss_types, self.loss_weights, strict=True)
         theirs = [(name, weight) for name, weight in weighted if not self.ext_is_own_loss(name)]

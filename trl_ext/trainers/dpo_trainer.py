@@ -28,6 +28,9 @@ from trl_ext.trainers.reference_init import train_reference
 from trl_ext.trainers.state import load_state, save_state
 
 logger = get_logger(__name__)
+TEXT_KEYS = {
+    "input_ids", "attention_mask", "completion_mask", "token_type_ids", "ref_chosen_logps", "ref_rejected_logps"
+}  # fmt: skip
 
 
 class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
@@ -108,6 +111,11 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
     @override
     def ext_loss_active(self) -> bool:
         return self._ext_options is not None
+
+    @override
+    def ext_forward_in_halves(self, inputs: dict[str, Any]) -> bool:
+        # Halves the price of the second gradient; rows of images and the like do not split with the others.
+        return self._ext_projection is not None and self.ext_mode == "train" and inputs.keys() <= TEXT_KEYS
 
     @override
     def ext_is_own_loss(self, loss_type: str) -> bool:
