@@ -70,3 +70,65 @@ def collated(trainer: Any, dataset: Any = None) -> dict[str, torch.Tensor]:
     dataset = trainer.train_dataset if dataset is None else dataset
     batch: dict[str, torch.Tensor] = trainer.data_collator([dataset[row] for row in range(len(dataset))])
     return batch
+
+
+GUARDED = {"chosen_guard": "raise_lambda", "chosen_guard_floor": 0.01, "chosen_guard_patience": 2}
+# SFT so weak that the whole gradient still lowers the chosen answers.
+MIXED: dict[str, Any] = {
+    "loss_type": ["dpop", "sft"],
+    "loss_weights": [1.0, 0.01],
+    "dpop_lambda": 0.1,
+    "entropy_coef": 0.01,
+    "project_chosen_gradient": True,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "projected": MIXED,
+    "accumulated": MIXED | {"gradient_accumulation_steps": 2},
+    # An evaluation set that does not divide into the ranks' batches.
+    "guard_on_eval": {"loss_type": ["dpop"], "dpop_lambda": 0.01, "eval_strategy": "steps", "eval_steps": 1} | GUARDED,
+    "guard_on_batches": {"loss_type": ["dpop"], "dpop_lambda": 0.01, "chosen_guard_decay": 0.5} | GUARDED,
+    "ref_init": {"ref_init": "sft_on_chosen", "ref_init_learning_rate": 0.1},
+}
+SHARED: dict[str, Any] = {"optim": "sgd", "max_steps": 4}
+
+
+def run(case: dict[str, Any], model: str, folder: Path, world: int, name: str) -> dict[str, Any]:
+    """Train one case; the weights go to a file, the rest is returned."""
+    values = settings(folder / "run", **(SHARED | {"per_device_train_batch_size": 4 // world} | case))
+    trainer = DPOTrainer(
+        model,
+        args=DPOConfig(**values, per_device_eval_batch_size=2),
+        train_dataset=near_pairs(8),
+        eval_dataset=near_pairs(5) if "eval_strategy" in case else None,
+    )
+    trainer.train()
+    rank = trainer.accelerator.process_index
+    model_weights = {
+        key: tensor.cpu() for key, tensor in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()
+    }
+    torch.save(model_weights, folder / f"{name}_world{world}_rank{rank}.pt")
+    guard = trainer._ext_guard
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "engine": type(trainer.model_wrapped).__name__,
+        "optimizer": type(getattr(trainer.optimizer.optimizer, "optimizer", trainer.optimizer.optimizer)).__name__,
+        "zero_stage": getattr(trainer.args.deepspeed_plugin, "zero_stage", None),
+        "guard": None if guard is None else guard.state_dict() | {"factor": trainer._ext_lambda_factor},
+        "history": [entry for entry in trainer.state.log_history if "train_runtime" not in entry],
+    }
+
+
+def main() -> None:
+    model, folder, world = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    cases: dict[str, dict[str, Any]] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else CASES
+    results = {name: run(case, model, folder, world, name) for name, case in cases.items()}
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    (folder / f"world{world}_rank{rank}.json").write_text(json.dumps(results))
+    if torch.distributed.is_initialized():
+        # Ranks that exit unevenly abort the process group.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

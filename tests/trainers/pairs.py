@@ -28,6 +28,7 @@ ROWS = [
     ("How many apples did she buy at the market on Saturday morning?", " three", " two oranges and some bread"),
     ("Say something kind.", " I am sorry to hear that you feel sad", " explain each step before the result"),
 ]
+WORDS = ["garden", "river", "market", "train", "doctor", "sailor", "bread", "winter"]
 TOOLS = [
     {
         "type": "function",
@@ -56,6 +57,18 @@ def pairs(form: str = "standard", count: int = len(ROWS)) -> Dataset:
             }
             rows.append(row | ({"tools": json.dumps(TOOLS)} if form == "tools" else {}))
     return Dataset.from_list(rows)
+
+
+def repeated_pairs(count: int = len(WORDS)) -> Dataset:
+    """The rejected answer says one word again and again, the chosen one but for one token: what lowers the rejected
+    answer lowers what the two share."""
+    return Dataset.from_dict(
+        {
+            "prompt": [prompt for prompt, _, _ in ROWS[:count]],
+            "chosen": [f" {word} {word} {word} {word} {word} and {word}" for word in WORDS[:count]],
+            "rejected": [f" {word} {word} {word} {word} {word} {word} {word}" for word in WORDS[:count]],
+        }
+    )
 
 
 def config(folder: Path, **overrides: Any) -> dict[str, Any]:
@@ -119,7 +132,7 @@ def train(trainer_class: Any, settings: Any, model: Any, dataset: Any = None, **
     return trainer
 
 
-def make(model: Path, folder: Path, moved: float = 0.02, seed: int = 1, **settings: Any) -> trl_ext.DPOTrainer:
+def make(model: Path, folder: Path, moved: float = 0.02, seed: int = 1, **settings: Any) -> Any:
     """A trainer whose policy has left its reference, ready to compute losses."""
     trainer = trl_ext.DPOTrainer(
         str(model), args=trl_ext.DPOConfig(**config(folder, **settings)), train_dataset=pairs()

@@ -20,11 +20,11 @@ from trl_ext.trainers.chosen_guard import ChosenGuard
 from trl_ext.trainers.state import STATE_FILE
 
 # Plain DPO with these loses about 0.04 nats per token and step on the chosen answers, with SFT it gains.
-FALLING = {"optim": "sgd", "learning_rate": 1e-2, "beta": 1.0, "max_steps": 8}
-HEALTHY = {"learning_rate": 1e-3, "max_steps": 8, "loss_type": ["sigmoid", "sft"]}
+FALLING: dict[str, Any] = {"optim": "sgd", "learning_rate": 1e-2, "beta": 1.0, "max_steps": 8}
+HEALTHY: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 8, "loss_type": ["sigmoid", "sft"]}
 # A penalty too small to hold anything.
-WEAK_DPOP = FALLING | {"loss_type": ["dpop"], "dpop_lambda": 0.01}
-WATCHED = {"chosen_guard_floor": 0.1, "chosen_guard_patience": 2, "chosen_guard_decay": 0.0}
+WEAK_DPOP: dict[str, Any] = FALLING | {"loss_type": ["dpop"], "dpop_lambda": 0.01}
+WATCHED: dict[str, Any] = {"chosen_guard_floor": 0.1, "chosen_guard_patience": 2, "chosen_guard_decay": 0.0}
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -228,12 +228,13 @@ def test_stop_keeps_a_checkpoint_from_before(
     good = tmp_path / f"checkpoint-{newest_good}"
     assert trainer.state.best_model_checkpoint == str(good)
     assert AutoModelForCausalLM.from_pretrained(good).num_parameters() > 0
-    # Whoever reads only the newest checkpoint finds the good one too.
-    newest = json.loads((tmp_path / f"checkpoint-{alarm}" / "trainer_state.json").read_text())
-    assert newest["best_model_checkpoint"] == str(good)
-    kept = {path.name for path in tmp_path.glob("checkpoint-*")}
-    expected = range(1, alarm + 1) if save_total_limit is None else (newest_good, alarm)
-    assert kept == {f"checkpoint-{step}" for step in expected}
+    # transformers ends a run with save_total_limit=1 by keeping the recorded checkpoint alone.
+    expected = {None: range(1, alarm + 1), 1: [newest_good], 2: [newest_good, alarm]}[save_total_limit]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in expected}
+    if save_total_limit != 1:
+        # Whoever reads only the newest checkpoint finds the good one too.
+        newest = json.loads((tmp_path / f"checkpoint-{alarm}" / "trainer_state.json").read_text())
+        assert newest["best_model_checkpoint"] == str(good)
     (said,) = guard_warnings(caplog)
     assert f"The run ends; the checkpoint to use is {good}." in said
 
@@ -253,6 +254,33 @@ def test_stop_on_an_evaluation_set_keeps_weights_above_the_floor(tiny_model: Pat
     value = drift(tiny_model, best.state_dict(), trainer, trainer.eval_dataset)
     assert value == pytest.approx(trainer.seen[step - 1], abs=1e-5)
     assert value >= -0.1 > trainer.seen[step]
+
+
+def test_stop_records_nothing_that_no_evaluation_has_approved(tiny_model: Path, tmp_path: Path) -> None:
+    """Saved every step and evaluated every second one: the recorded checkpoint is above the floor all the same.
+
+    Catches the newest checkpoint before the alarm, which fell since the evaluation before it.
+    """
+    trainer = run(
+        tiny_model, tmp_path, eval_dataset=near_pairs(8), chosen_guard="stop", save_strategy="steps", save_steps=1,
+        eval_strategy="steps", eval_steps=2, **(WATCHED | {"chosen_guard_patience": 1}), **FALLING,
+    )  # fmt: skip
+    assert trainer.seen[0] > -0.1 > trainer.seen[-1]
+    best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.float32)
+    assert drift(tiny_model, best.state_dict(), trainer, trainer.eval_dataset) >= -0.1
+
+
+def test_an_evaluation_set_that_is_never_evaluated(tiny_model: Path, tmp_path: Path) -> None:
+    """`eval_dataset` without `eval_strategy`, whose default is "no": refused, or watched on the batches.
+
+    Catches a guard that is on and never measures anything.
+    """
+    try:
+        trainer = run(tiny_model, tmp_path, eval_dataset=near_pairs(4), chosen_guard="warn", **WATCHED, **FALLING)
+    except ValueError as error:
+        assert "eval_strategy" in str(error)
+    else:
+        assert len(trainer.seen) == 8
 
 
 def test_stop_without_a_good_checkpoint_says_so(
@@ -306,7 +334,9 @@ def test_a_raised_lambda_reaches_the_loss(tiny_model: Path, tmp_path: Path) -> N
     Catches a factor that is logged and not used.
     """
     ends = []
-    raising = {"chosen_guard": "raise_lambda"} | WATCHED | {"chosen_guard_patience": 1, "chosen_guard_floor": 0.05}
+    raising: dict[str, Any] = (
+        {"chosen_guard": "raise_lambda"} | WATCHED | {"chosen_guard_patience": 1, "chosen_guard_floor": 0.05}
+    )
     for options in ({}, raising):
         run_settings = WEAK_DPOP | {"dpop_lambda": 0.1, "max_steps": 12}
         trainer = run(tiny_model, tmp_path, **options, **run_settings)
@@ -390,7 +420,7 @@ def test_a_last_batch_that_is_not_full_counts_wholly(tiny_model: Path, tmp_path:
 def test_evaluating_outside_training_changes_nothing(as_dict: bool, tiny_model: Path, tmp_path: Path) -> None:
     """Before and after training. Catches a measurement of an evaluation that is not part of the run."""
     sets: Any = {"a": uneven_pairs(), "b": near_pairs(2)} if as_dict else uneven_pairs()
-    options = {"chosen_guard": "warn", "eval_strategy": "steps", "eval_steps": 4} | WATCHED | FALLING
+    options: dict[str, Any] = {"chosen_guard": "warn", "eval_strategy": "steps", "eval_steps": 4} | WATCHED | FALLING
     alone = run(tiny_model, tmp_path, eval_dataset=sets, **options)
     trainer = build(tiny_model, tmp_path, eval_dataset=sets, **options)
     trainer.evaluate()
@@ -405,7 +435,7 @@ def test_evaluating_outside_training_changes_nothing(as_dict: bool, tiny_model: 
 
 def test_an_evaluation_does_not_count_as_a_batch(tiny_model: Path, tmp_path: Path) -> None:
     """Without an evaluation set the guard watches batches; evaluate(some dataset) must not add to them."""
-    options = {"chosen_guard": "warn"} | WATCHED | FALLING
+    options: dict[str, Any] = {"chosen_guard": "warn"} | WATCHED | FALLING
     alone = run(tiny_model, tmp_path, **options)
     trainer = build(tiny_model, tmp_path, **options)
     trainer.evaluate(uneven_pairs())
@@ -445,7 +475,7 @@ def test_a_checkpoint_without_our_state_warns(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A checkpoint of TRL, or of a run without the guard. Catches a crash, and a silent fresh start."""
-    options = {"save_strategy": "steps", "save_steps": 2} | FALLING | {"max_steps": 4}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2} | FALLING | {"max_steps": 4}
     run(tiny_model, tmp_path, **options)
     checkpoint = tmp_path / "checkpoint-2"
     assert not (checkpoint / STATE_FILE).exists(), "no guard, no file"
@@ -457,7 +487,9 @@ def test_a_checkpoint_without_our_state_warns(
 
 def test_a_damaged_state_is_an_error(tiny_model: Path, tmp_path: Path) -> None:
     """Catches a half-written file that counts as no file."""
-    options = {"save_strategy": "steps", "save_steps": 2, "chosen_guard": "warn"} | FALLING | {"max_steps": 4}
+    options: dict[str, Any] = (
+        {"save_strategy": "steps", "save_steps": 2, "chosen_guard": "warn"} | FALLING | {"max_steps": 4}
+    )
     run(tiny_model, tmp_path, **options)
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / STATE_FILE).write_text("{")
@@ -510,8 +542,6 @@ def test_the_state_file_is_all_that_the_guard_adds(tiny_model: Path, tmp_path: P
     names = []
     for number, guard in enumerate(("off", "warn")):
         folder = tmp_path / str(number)
-        run(
-            tiny_model, folder, chosen_guard=guard, save_strategy="steps", save_steps=2, **(FALLING | {"max_steps": 2})
-        )
+        run(tiny_model, folder, chosen_guard=guard, save_strategy="steps", save_steps=2, **(FALLING | {"max_steps": 2}))
         names.append(set(os.listdir(folder / "checkpoint-2")))
     assert names[1] - names[0] == {STATE_FILE}

@@ -15,12 +15,18 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.trainers.dpo_worker import CHOSEN, QUESTIONS, REJECTED, collated, near_pairs, plain_logps, settings
-from tests.trainers.harness import assert_bit_equal, history, lora, weights
+from tests.trainers.harness import history, lora, weights
 from tests.trainers.losses import perturb, relative_error
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.formulas.preference import project_update
 
-SGD = {"optim": "sgd", "learning_rate": 1e-3, "max_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": 4}
+SGD: dict[str, Any] = {
+    "optim": "sgd",
+    "learning_rate": 1e-3,
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "per_device_train_batch_size": 4,
+}
 
 
 class Steps(TrainerCallback):
@@ -158,7 +164,10 @@ def test_the_whole_chosen_answer_counts_whatever_ld_alpha(tiny_model: Path, tmp_
 
 @pytest.mark.parametrize("loss_type", [["sft"], ["sigmoid"]])
 def test_a_harmless_gradient_is_left_alone(loss_type: list[str], tiny_model: Path, tmp_path: Path) -> None:
-    """g . c <= 0: bit for bit the run without the option. Catches a two-sided projection and a rewritten gradient."""
+    """g . c <= 0: the run without the option, up to rounding (the forward is made in two halves).
+
+    Catches a two-sided projection and a rewritten gradient.
+    """
     runs = {}
     for project in (False, True):
         trainer, steps = build(
@@ -168,8 +177,9 @@ def test_a_harmless_gradient_is_left_alone(loss_type: list[str], tiny_model: Pat
         runs[project] = (trainer, steps.gradients[0])
     assert history(runs[True][0], "projection/cosine")[0] < 0
     assert history(runs[True][0], "projection/active") == [0.0]
-    assert torch.equal(runs[False][1], runs[True][1])
-    assert_bit_equal(weights(runs[False][0]), weights(runs[True][0]))
+    assert torch.allclose(runs[False][1], runs[True][1], rtol=1e-5, atol=1e-7)
+    for name, value in weights(runs[False][0]).items():
+        assert torch.allclose(value, weights(runs[True][0])[name], rtol=1e-6, atol=1e-7), name
 
 
 def test_accumulated_gradients_are_projected_once_as_a_whole(tiny_model: Path, tmp_path: Path) -> None:
@@ -265,15 +275,15 @@ def test_a_gradient_that_is_not_finite_raises(tiny_model: Path, tmp_path: Path) 
     with torch.no_grad():
         next(trainer.model.parameters())[5] = math.nan
         trainer.model.model.norm.weight[3] = math.nan
-    with pytest.raises(FloatingPointError, match="not finite.*Lower learning_rate"):
+    with pytest.raises(FloatingPointError, match=r"not finite.*Lower learning_rate"):
         trainer.train()
 
 
 def test_refusals(tmp_path: Path) -> None:
     """What cannot give two whole gradients of one forward is refused by the config, with a way out."""
-    with pytest.raises(ValueError, match="without a loss scale.*bf16=True"):
+    with pytest.raises(ValueError, match=r"without a loss scale.*bf16=True"):
         DPOConfig(**settings(tmp_path, project_chosen_gradient=True, fp16=True))
-    with pytest.raises(ValueError, match="reentrant.*use_reentrant=False"):
+    with pytest.raises(ValueError, match=r"reentrant.*use_reentrant=False"):
         DPOConfig(
             **settings(tmp_path, project_chosen_gradient=True, activation_checkpointing_kwargs={"use_reentrant": True})
         )
@@ -281,7 +291,7 @@ def test_refusals(tmp_path: Path) -> None:
     config.deepspeed_plugin = SimpleNamespace(zero_stage=2)
     config.check_options()
     config.deepspeed_plugin = SimpleNamespace(zero_stage=3)
-    with pytest.raises(ValueError, match="ZeRO-3.*Use ZeRO-1 or ZeRO-2"):
+    with pytest.raises(ValueError, match=r"ZeRO-3.*Use ZeRO-1 or ZeRO-2"):
         config.check_options()
     config.deepspeed_plugin = None
     config.fsdp_plugin_args = {"fsdp_version": 2}
