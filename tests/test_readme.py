@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from trl_ext import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
+from trl_ext import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig
 from trl_ext.trainers.dpo_config import PreferenceOptions
+from trl_ext.trainers.reward_config import RewardOptions
 from trl_ext.trainers.rollout_config import RolloutOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPES = ROOT / "launch" / "recipes"
-CONFIGS = (GRPOConfig, RLOOConfig, DPOConfig, KTOConfig)
-OPTIONS = (RolloutOptions, PreferenceOptions)
+CONFIGS = (GRPOConfig, RLOOConfig, DPOConfig, KTOConfig, RewardConfig)
+OPTIONS = (RolloutOptions, PreferenceOptions, RewardOptions)
 # Options of the command line that belong to no training config.
-MODEL_OPTIONS = {"load_in_4bit"}
+MODEL_OPTIONS = {"load_in_4bit", "reward_funcs"}
 
 
 def table() -> list[dict[str, str]]:

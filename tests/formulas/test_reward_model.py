@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import trl
 
-from tests.formulas.vectors import assert_matches, tensor, vector_cases
+from tests.formulas.vectors import Case, assert_matches, tensor, vector_cases
 from trl_ext.formulas.reward_model import bradley_terry_loss, brier_score, fit_temperature, poisson_counts
 
 # ---- Bradley-Terry -------------------------------------------------------------------------------------------------
 
 
-def test_bradley_terry_hand_worked():
+def test_bradley_terry_hand_worked() -> None:
     """Catches: chosen and rejected swapped, the margin added instead of subtracted, a wrong sign of the loss."""
     # -log sigmoid(x) = log(1 + e^-x); pairs (2, 1), (1, 1), (-1, 2): x = 1, 0, -3
     # log(1 + e^-1) = 0.313262, log 2 = 0.693147, log(1 + e^3) = 3.048587
@@ -27,7 +28,7 @@ def test_bradley_terry_hand_worked():
     assert_matches(bradley_terry_loss(chosen, rejected, margin), [1.3132616875, 0.6931471806, 0.6931471806])
 
 
-def test_centring_hand_worked():
+def test_centring_hand_worked() -> None:
     """Catches: the square of the difference or of each score, a coefficient applied twice, half of it."""
     # 0.1 * (2 + 1)^2 = 0.9; 0.1 * (-1 + 2)^2 = 0.1
     chosen, rejected = tensor([2.0, -1.0]), tensor([1.0, 2.0])
@@ -36,17 +37,18 @@ def test_centring_hand_worked():
     assert torch.equal(bradley_terry_loss(chosen, rejected, None, 0.0), plain)
 
 
-def test_bradley_terry_gradient_hand_worked():
+def test_bradley_terry_gradient_hand_worked() -> None:
     """Catches: a detached side, a margin or a centring term that is left out of the gradient."""
     # x = 2 - 1 - 1 = 0: d/dx -log sigmoid(x) = -1/2; centring: d/dc 0.1 (c + r)^2 = 0.2 * 3 = 0.6 for both
     chosen, rejected = tensor([2.0]).requires_grad_(), tensor([1.0]).requires_grad_()
     bradley_terry_loss(chosen, rejected, tensor([1.0]), 0.1).sum().backward()
+    assert chosen.grad is not None and rejected.grad is not None
     assert_matches(chosen.grad, [-0.5 + 0.6])
     assert_matches(rejected.grad, [0.5 + 0.6])
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 3)])
-def test_bradley_terry_gradcheck(shape):
+def test_bradley_terry_gradcheck(shape: tuple[int, ...]) -> None:
     """Catches: a gradient that does not belong to the value."""
     torch.manual_seed(0)
     chosen, rejected = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -54,7 +56,7 @@ def test_bradley_terry_gradcheck(shape):
     assert torch.autograd.gradcheck(lambda c, r: bradley_terry_loss(c, r, margin, 0.3), (chosen, rejected))
 
 
-def test_members_are_columns_of_their_own():
+def test_members_are_columns_of_their_own() -> None:
     """As many pairs as members. Catches: a margin given to members instead of pairs, a mean over members."""
     torch.manual_seed(1)
     chosen, rejected = torch.randn(2, 3, 3, dtype=torch.float64)
@@ -66,13 +68,13 @@ def test_members_are_columns_of_their_own():
 
 @pytest.mark.parametrize("center", [None, 0.05])
 @pytest.mark.parametrize("with_margin", [False, True])
-def test_bradley_terry_is_trls_loss(with_margin, center):
+def test_bradley_terry_is_trls_loss(with_margin: bool, center: float | None) -> None:
     """The mean over pairs against the number that TRL's own compute_loss returns for the same scores."""
     torch.manual_seed(2)
     chosen, rejected, margin = torch.randn(3, 7) * 3
     inputs = {"attention_mask": torch.ones(14, 2)} | ({"margin": margin} if with_margin else {})
     logits = torch.cat([chosen, rejected]).unsqueeze(1)
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(center_rewards_coefficient=center),
         accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
@@ -86,7 +88,7 @@ def test_bradley_terry_is_trls_loss(with_margin, center):
 
 
 @pytest.mark.parametrize("size", [100.0, 1e4, 1e18])
-def test_extreme_scores_stay_finite(size):
+def test_extreme_scores_stay_finite(size: float) -> None:
     """Catches: log(sigmoid(x)), which is -inf from x = -104 on in float32, with a NaN gradient."""
     chosen = torch.tensor([size, -size, size], requires_grad=True)
     loss = bradley_terry_loss(chosen, torch.tensor([-size, size, size]))
@@ -95,7 +97,7 @@ def test_extreme_scores_stay_finite(size):
     torch.testing.assert_close(chosen.grad, torch.tensor([0.0, -1.0, -0.5]))
 
 
-def test_half_precision_scores_are_compared_in_float32():
+def test_half_precision_scores_are_compared_in_float32() -> None:
     """Catches: a loss in bfloat16, whose steps of 1/256 are larger than what an epoch changes."""
     chosen, rejected = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.0], dtype=torch.bfloat16)
     loss = bradley_terry_loss(chosen, rejected, None, 0.1)
@@ -113,7 +115,9 @@ def test_half_precision_scores_are_compared_in_float32():
         ((3, 2), (3, 2), (3, 2), "`margin`"),
     ],
 )
-def test_shapes_are_not_broadcast(chosen, rejected, margin, message):
+def test_shapes_are_not_broadcast(
+    chosen: tuple[int, ...], rejected: tuple[int, ...], margin: tuple[int, ...] | None, message: str
+) -> None:
     """Catches: (B, 1) against (B,), which would compare every pair with every other."""
     with pytest.raises(ValueError, match=message):
         bradley_terry_loss(torch.zeros(chosen), torch.zeros(rejected), None if margin is None else torch.zeros(margin))
@@ -126,7 +130,7 @@ def poisson(count: int) -> float:
     return math.exp(-1) / math.factorial(count)
 
 
-def test_counts_have_poisson_probabilities():
+def test_counts_have_poisson_probabilities() -> None:
     """A fine even grid instead of random numbers. Catches: another rate, a distribution shifted by one."""
     n = 1_000_000
     counts = poisson_counts((torch.arange(n, dtype=torch.float64) + 0.5) / n)
@@ -138,21 +142,21 @@ def test_counts_have_poisson_probabilities():
 
 
 @pytest.mark.parametrize("count", range(12))
-def test_thresholds_are_exact(count):
+def test_thresholds_are_exact(count: int) -> None:
     """Just below P(X <= k) the count is k, just above it is k + 1. Catches: float32 thresholds."""
     threshold = math.fsum(poisson(k) for k in range(count + 1))
     below, above = poisson_counts(torch.tensor([threshold - 1e-15, threshold + 1e-15], dtype=torch.float64)).tolist()
     assert (below, above) == (count, count + 1)
 
 
-def test_the_threshold_itself_belongs_to_the_next_count():
+def test_the_threshold_itself_belongs_to_the_next_count() -> None:
     """P(X = 0) = P(U < 1/e): a closed upper end would give 0 one number too many."""
     first = torch.exp(torch.tensor(-1.0, dtype=torch.float64))
     numbers = torch.stack([torch.nextafter(first, torch.zeros_like(first)), first])
     assert poisson_counts(numbers).tolist() == [0, 1]
 
 
-def test_the_ends_and_the_shape():
+def test_the_ends_and_the_shape() -> None:
     """Catches: an index beyond the table for the largest number below 1, a flattened result."""
     uniform = torch.tensor([[0.0, 0.5], [1 - 2.0**-53, 0.99]], dtype=torch.float64)
     counts = poisson_counts(uniform)
@@ -167,7 +171,7 @@ def test_the_ends_and_the_shape():
 
 
 @pytest.mark.parametrize("true_temperature", [0.2, 1.0, 7.0])
-def test_temperature_is_scipys_minimum(true_temperature):
+def test_temperature_is_scipys_minimum(true_temperature: float) -> None:
     """Catches: 1/T returned, a bisection in the wrong direction or too short, a mean over right pairs only."""
     optimize = pytest.importorskip("scipy.optimize")
     generator = torch.Generator().manual_seed(3)
@@ -183,28 +187,28 @@ def test_temperature_is_scipys_minimum(true_temperature):
     assert fit_temperature(margins) == pytest.approx(true_temperature, rel=0.25)
 
 
-def test_temperature_in_closed_form():
+def test_temperature_in_closed_form() -> None:
     """3 of 4 pairs right by 2: sigmoid(2 / T) = 3/4, so T = 2 / log 3."""
     margins = torch.tensor([2.0, 2.0, 2.0, -2.0])
     assert fit_temperature(margins) == pytest.approx(2 / math.log(3), rel=1e-9)
     assert fit_temperature(10 * margins) == pytest.approx(20 / math.log(3), rel=1e-9)
 
 
-def test_temperature_without_a_minimum_is_the_end_of_the_range():
+def test_temperature_without_a_minimum_is_the_end_of_the_range() -> None:
     """Catches: an overflow, a NaN, the wrong end."""
     assert fit_temperature(torch.tensor([0.1, 2.0, 300.0])) == pytest.approx(1e-3)
     assert fit_temperature(torch.tensor([-0.1, -2.0, -300.0])) == pytest.approx(1e3)
     assert fit_temperature(torch.tensor([-1.0, -1.0, 1.0])) == pytest.approx(1e3)
 
 
-def test_pairs_without_a_score_are_left_out():
+def test_pairs_without_a_score_are_left_out() -> None:
     """Catches: one NaN or infinite score that turns the temperature into an end of the range."""
     margins = torch.tensor([2.0, math.nan, 2.0, math.inf, 2.0, -2.0, -math.inf])
     assert fit_temperature(margins) == pytest.approx(2 / math.log(3), rel=1e-9)
 
 
 @pytest.mark.parametrize("margins", [[], [math.nan, math.inf]])
-def test_temperature_of_nothing_is_refused(margins):
+def test_temperature_of_nothing_is_refused(margins: list[float]) -> None:
     """Catches: the mean of nothing, NaN, which bisection takes for a large T."""
     with pytest.raises(ValueError, match="no finite entry"):
         fit_temperature(torch.tensor(margins))
@@ -213,7 +217,7 @@ def test_temperature_of_nothing_is_refused(margins):
 # ---- Brier score ---------------------------------------------------------------------------------------------------
 
 
-def test_brier_score_hand_worked():
+def test_brier_score_hand_worked() -> None:
     """Catches: the square of the sum, p instead of 1 - p."""
     # sigmoid(0) = 1/2, sigmoid(log 3) = 3/4, sigmoid(-log 3) = 1/4: (1/4 + 1/16 + 9/16) / 3 = 7/24
     assert_matches(brier_score(tensor([0.0, math.log(3), -math.log(3)])), 7 / 24)
@@ -222,6 +226,6 @@ def test_brier_score_hand_worked():
 
 
 @pytest.mark.parametrize("case", vector_cases("evaluation", "ece"))
-def test_brier_score_vectors(case):
+def test_brier_score_vectors(case: Case) -> None:
     """Against the value of an independent program."""
     assert_matches(brier_score(tensor(case["margins"])), case["brier"], case)

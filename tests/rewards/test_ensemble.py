@@ -53,14 +53,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def train_reward_model(base: Path, folder: Path, text_format: str = "chat", **options: Any) -> Any:
     """A trainer that has trained a few steps and saved in `folder`."""
-    adapter = lora() if options.pop("peft", False) else None
-    config = trl_ext.RewardConfig(**settings(folder, max_steps=3) | options)
+    given = {"peft_config": lora()} if options.pop("peft", False) else {}
+    given |= {"processing_class": options.pop("processing_class", None)}
     trainer = trl_ext.RewardTrainer(
         model=str(base),
-        args=config,
+        args=trl_ext.RewardConfig(**settings(folder, max_steps=3) | options),
         train_dataset=pairs(text_format),
         eval_dataset=pairs(text_format, 4),
-        peft_config=adapter,
+        **given,
     )
     trainer.train()
     trainer.save_model()
@@ -107,7 +107,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 def test_saved_and_loaded_scores_are_those_in_memory(
     kind: str, trained: Callable[[str], tuple[Any, Path]], tiny_model: Path
 ) -> None:
-    """Standardised with the numbers of the card. Catches: a fresh head, members in another order, one adapter for all."""
+    """Standardised with the numbers of the card. Catches: a fresh head, members in another order, one adapter twice."""
     trainer, folder = trained(kind)
     raw = raw_scores(members_by_hand(trainer, tiny_model, folder), trainer.processing_class, QUESTIONS, CHOSEN, "chat")
     card = RewardCard.load(folder)
@@ -118,7 +118,7 @@ def test_saved_and_loaded_scores_are_those_in_memory(
     # 1e-5 of a score, in the units of the standardised ones.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 / min(1.0, *card.std))
     assert len({tuple(row) for row in found.tolist()}) == len(found)
-    assert found.std(1).min() > 0.1
+    assert found.std(1).min() > 0.02
     assert (ensemble.mean, ensemble.std, ensemble.temperature) == (card.mean, card.std, card.temperature)
     assert ensemble.__name__ == kind
     messages = [message("user", text) for text in QUESTIONS], [message("assistant", text) for text in CHOSEN]
@@ -132,7 +132,7 @@ def test_batch_and_order_do_not_matter(kind: str, trained: Callable[[str], tuple
     ensemble = RewardEnsemble.load(folder)
     found = ensemble.member_scores(QUESTIONS, CHOSEN)
     # 1e-5 of a score, in the units of the standardised ones.
-    close = {"rtol": 0, "atol": 1e-5 / min(1.0, *ensemble.std)}
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-5 / min(1.0, *ensemble.std)}
     alone = [ensemble.member_scores([q], [c]) for q, c in zip(QUESTIONS, CHOSEN, strict=True)]
     torch.testing.assert_close(torch.cat(alone, dim=1), found, **close)
     torch.testing.assert_close(ensemble.member_scores(QUESTIONS[::-1], CHOSEN[::-1]).flip(1), found, **close)
@@ -170,18 +170,19 @@ def test_the_active_adapter_is_put_back(trained: Callable[[str], tuple[Any, Path
     assert members.model.active_adapter == "member-1"
 
 
-@pytest.mark.parametrize("kind", ["single", "single_lora", "heads", "heads_lora", "adapters", "models"])
-@pytest.mark.parametrize("text_format", ["text"])
-def test_the_pad_token_of_the_training_is_used(kind: str, text_format: str, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pad_token_of_the_training_is_used(kind: str, tiny_model: Path, tmp_path: Path) -> None:
     """Trained with pad = eos, unlike the base. The last token that is not pad is scored, so the pad token counts.
 
     Catches: the pad token of the base's config, which the folder of an adapter does not hold.
     """
-    options = KINDS[kind] | {"pad_token": "<|im_end|>", "calibration_rows": 0}
-    trainer = train_reward_model(tiny_model, tmp_path / "out", text_format, **options)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.pad_token = tokenizer.eos_token
+    options = KINDS[kind] | {"processing_class": tokenizer, "calibration_rows": 0}
+    trainer = train_reward_model(tiny_model, tmp_path / "out", "text", **options)
     models = members_by_hand(trainer, tiny_model, tmp_path / "out")
     assert {model.config.get_text_config().pad_token_id for model in models} == {trainer.processing_class.eos_token_id}
-    expected = raw_scores(models, trainer.processing_class, QUESTIONS, CHOSEN, text_format)
+    expected = raw_scores(models, trainer.processing_class, QUESTIONS, CHOSEN, "text")
     found = RewardEnsemble.load(tmp_path / "out").member_scores(QUESTIONS, CHOSEN)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -448,7 +449,7 @@ def test_an_ensemble_of_nobody_is_refused() -> None:
 
 
 def test_calibrate_by_hand() -> None:
-    """(1, 3) and (100, 500) become (-1, 1) both. Catches: one scale for all, ddof 1, a second call on the first one's."""
+    """(1, 3) and (100, 500) become (-1, 1) both. Catches: one scale for all, ddof 1, a second call on the first."""
     ensemble = RewardEnsemble.of([fixed("a", [1.0, 3.0]), fixed("b", [100.0, 500.0])], reduce="min")
     for _ in range(2):
         ensemble.calibrate(["p", "p"], ["x", "y"])
@@ -503,7 +504,7 @@ def logged(ensemble: RewardEnsemble, count: int = 4) -> tuple[dict[str, float], 
 
 
 def test_logs_by_hand() -> None:
-    """Catches: means over the wrong axis, ddof 1, a missing score counted as 0, a fraction of rows instead of scores."""
+    """Catches: means over the wrong axis, ddof 1, a missing score counted as 0, a fraction of rows, not of scores."""
     members = [fixed("a", [1.0, 2.0, 3.0, 6.0]), fixed("b", [1.0, 4.0, 7.0, None])]
     metrics, extras, _ = logged(RewardEnsemble.of(members, name="judges"))
     assert metrics == {
@@ -594,10 +595,11 @@ def test_reward_functions_of_a_trainer(
 
 
 def test_nan_reaches_trl_as_not_applicable(tiny_model: Path, tmp_path: Path) -> None:
-    """Beside another reward function, an ensemble of failing members changes nothing. Catches: 0 in the sum of rewards."""
+    """Beside another reward function, an ensemble of failing members changes nothing. Catches: 0 in the sum."""
     broken = RewardEnsemble.of([failing, failing], name="broken")
     seen: list[float] = []
-    for functions in ([spaces, broken], [spaces]):
+    variants: list[list[Any]] = [[spaces, broken], [spaces]]
+    for functions in variants:
         config = trl_ext.GRPOConfig(**base_config(tmp_path, max_steps=1))
         trainer = train_rollouts(trl_ext.GRPOTrainer, config, tiny_model, functions)
         seen.append(trainer.state.log_history[0]["reward"])

@@ -119,7 +119,12 @@ async def judge(completions, **kwargs):
     return [1.0]
 
 
-@pytest.mark.parametrize("bad", [torch.nn.Linear(1, 1), judge, "name"])
+class Judge:
+    async def __call__(self, completions, **kwargs):
+        return [1.0]
+
+
+@pytest.mark.parametrize("bad", [torch.nn.Linear(1, 1), judge, functools.partial(judge), Judge(), "name"])
 def test_what_is_no_plain_function_is_refused(bad):
     with pytest.raises(TypeError, match="`reward`"):
         gated(bad, GATE, 0.5)
@@ -130,7 +135,7 @@ def test_what_is_no_plain_function_is_refused(bad):
 def test_errors_name_the_argument():
     with pytest.raises(ValueError, match="threshold"):
         gated(REWARD, GATE, math.nan)
-    with pytest.raises(ValueError, match="floor.*'batch'"):
+    with pytest.raises(ValueError, match=r"floor.*'batch'"):
         gated(REWARD, GATE, 0.5, "batch")
     with pytest.raises(ValueError, match="floor"):
         gated(REWARD, GATE, 0.5, math.inf)
@@ -143,7 +148,7 @@ def test_errors_name_the_argument():
 def test_diversity_by_hand():
     # Bigrams {ab, bc}, {ab, bd}, {xy}: J = 1/3, 0, 0.
     values = group_diversity(2)(["a b c", "a b d", "x y"])
-    assert values == [pytest.approx(1 - (1 / 3) / 2)] * 2 + [1.0]
+    assert values == [*[pytest.approx(1 - (1 / 3) / 2)] * 2, 1.0]
 
 
 def test_diversity_in_chinese_and_ids_first():

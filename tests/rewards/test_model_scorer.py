@@ -139,7 +139,7 @@ def test_a_model_without_a_pad_token(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_loaded_model_without_a_pad_token(tiny_model: Path, tmp_path: Path) -> None:
-    """The same where the model is an object: scored, or refused when the scorer is made. Catches: an error at a call."""
+    """The same for a model object: scored, or refused when the scorer is made. Catches: an error at a call."""
     folder = make_reward_model(tiny_model, tmp_path, pad_token_id=None)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     try:
@@ -163,7 +163,8 @@ def test_another_tokenizer_than_the_policys(tmp_path: Path) -> None:
     base = build_tiny_model(tmp_path / "base", vocab_size=400, model_type="qwen2", seed=3)
     scorer = RewardModelScorer(make_reward_model(base, tmp_path / "rm"))
     own = AutoTokenizer.from_pretrained(tmp_path / "rm")
-    rows = [own.apply_chat_template(q + a, return_dict=True)["input_ids"] for q, a in zip(CHAT_PROMPTS, CHAT_ANSWERS)]
+    chats = [question + answer for question, answer in zip(CHAT_PROMPTS, CHAT_ANSWERS, strict=True)]
+    rows = [own.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     assert max(map(max, rows)) < 400
     assert scorer(CHAT_PROMPTS, CHAT_ANSWERS, completion_ids=[[900]] * 8) == close(one_by_one(model, rows)[0].tolist())

@@ -64,7 +64,9 @@ def test_chat_hand_worked(tokenizer: Any) -> None:
     system = [{"role": "system", "content": "Be kind."}, *message("user", "你好")]
     (row,) = render([system], [message("assistant", "Hi")], tokenizer, "chat")
     assert tokenizer.decode(row) == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n你好<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
+        "<|im_start|>system\nBe kind.<|im_end|>\n"
+        "<|im_start|>user\n你好<|im_end|>\n"
+        "<|im_start|>assistant\nHi<|im_end|>\n"
     )
 
 

@@ -129,7 +129,7 @@ def test_the_pad_token_inside_a_row_is_read(model: Any) -> None:
 
 
 def test_a_row_that_ends_in_the_pad_token_is_scored_as_in_training(model: Any) -> None:
-    """The model's rule takes the last token that is not pad. Catches: a rule of our own, which it was not trained on."""
+    """The model's rule takes the last token that is not pad. Catches: a rule of our own, unlike in training."""
     found = score_sequences(model, [[5, 6, 7, PAD], [5, 6, 7], [1, 2, 3, 4, 5, 6]], PAD)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
 

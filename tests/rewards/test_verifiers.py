@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-import time
 
 import pytest
 
@@ -58,16 +57,11 @@ class TestMath:
     @pytest.mark.timeout(60)
     def test_outside_the_main_thread_time_outs_hold_too(self):
         results = []
-        huge = r"\boxed{9^{9^{9^{9}}}}"
-        rows = (["$7$", huge, "6"], ["7", "7", None])
-        thread = threading.Thread(target=lambda: results.extend(math_reward()(rows[0], answer=rows[1])), daemon=True)
+        rows = ["$7$", r"\boxed{9^{9^{9^{9}}}}", "6"]
+        thread = threading.Thread(target=lambda: results.append(math_reward()(rows, answer=["7", "7", None])))
         thread.start()
-        ticks = 0
-        while thread.is_alive() and ticks < 300:
-            time.sleep(0.1)
-            ticks += 1
-        assert results == [] or results == [1.0, 0.0, None]
-        assert not thread.is_alive()
+        thread.join()
+        assert results == [[1.0, 0.0, None]]
 
 
 class TestReasoningGym:
@@ -111,7 +105,7 @@ class TestReasoningGym:
 
     def test_broken_entries_and_unknown_names_are_refused(self):
         row = self.columns("prime_factorization")
-        with pytest.raises(ValueError, match="row 0.*own entry"):
+        with pytest.raises(ValueError, match=r"row 0.*own entry"):
             reasoning_gym_reward()(["2"], **(row | {"answer": ["x"]}))
         with pytest.raises(ValueError, match="no data set 'sums'"):
             reasoning_gym_reward()(["2"], **(row | {"source_dataset": ["sums"]}))

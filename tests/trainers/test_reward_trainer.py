@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,12 @@ import torch
 import trl
 from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, TrainerCallback
+from transformers import (
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+)
 from trl.trainer.reward_trainer import RewardTrainer as TRLTrainer
 
 import trl_ext
@@ -84,6 +91,7 @@ OFF: dict[str, tuple[Callable[[], Dataset], dict[str, Any]]] = {
         lambda: pairs("text", margin=True),
         {"peft": True, "center_rewards_coefficient": 0.01, "gradient_accumulation_steps": 2},
     ),
+    "bfloat16": (pairs, {"bf16": True}),
     "evaluation": (pairs, {"eval": True, "eval_strategy": "steps", "eval_steps": 1}),
 }
 
@@ -373,6 +381,23 @@ def test_heads_use_model_init_kwargs(tiny_model: Path, tmp_path: Path) -> None:
     assert trainer.model.score.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_heads_are_resumed(adapter: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """Killed after a checkpoint and resumed: as without the kill. Catches heads drawn anew, another bootstrap sample."""
+    options: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    given: dict[str, Any] = {"peft_config": lora()} if adapter else {}
+    whole = heads(tiny_model, tmp_path / "whole", **options, **given)
+    whole.train()
+    given = {"peft_config": lora()} if adapter else {}
+    killed = heads(tiny_model, tmp_path / "out", callbacks=[StopInFolder("out")], **options, **given)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    given = {"peft_config": lora()} if adapter else {}
+    resumed = heads(tiny_model, tmp_path / "out", **options, **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert_bit_equal(weights(resumed), weights(whole))
+
+
 def test_bootstrap_gives_other_weights(tiny_model: Path, tmp_path: Path) -> None:
     """Catches an option that is not read."""
     first, second = heads(tiny_model, tmp_path), heads(tiny_model, tmp_path, ensemble_bootstrap=False)
@@ -406,6 +431,17 @@ def test_heads_refuse_a_ready_adapter(tiny_model: Path, tmp_path: Path) -> None:
     model = get_peft_model(classifier(tiny_model), lora())
     with pytest.raises(ValueError, match="give the base and a peft_config"):
         heads(model, tmp_path)
+
+
+class StopInFolder(TrainerCallback):
+    """Ends the process, so to speak, in the second step of a training with this output folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if Path(args.output_dir).name == self.name and state.global_step == 2:
+            raise KeyboardInterrupt
 
 
 # ---- members one after another --------------------------------------------------------------------------------------
@@ -513,17 +549,6 @@ def count_training(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return calls
 
 
-class StopInMember(TrainerCallback):
-    """Ends the process, so to speak, in the middle of a member."""
-
-    def __init__(self, member: int) -> None:
-        self.name = f"member-{member}"
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if Path(args.output_dir).name == self.name and state.global_step == 2:
-            raise KeyboardInterrupt
-
-
 def test_resume_trains_only_what_is_missing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in member 1 after its first checkpoint: member 0 is kept, member 1 goes on, all as without the kill.
 
@@ -532,7 +557,7 @@ def test_resume_trains_only_what_is_missing(tiny_model: Path, tmp_path: Path, mo
     kind = "adapters"
     options: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "calibration_rows": 0}
     sequential(kind, tiny_model, tmp_path / "whole", **options).train()
-    killed = sequential(kind, tiny_model, tmp_path / "out", callbacks=[StopInMember(1)], **options)
+    killed = sequential(kind, tiny_model, tmp_path / "out", callbacks=[StopInFolder("member-1")], **options)
     with pytest.raises(KeyboardInterrupt):
         killed.train()
     done = (tmp_path / "out" / "member-0" / "adapter_model.safetensors").stat().st_mtime_ns
@@ -547,6 +572,25 @@ def test_resume_trains_only_what_is_missing(tiny_model: Path, tmp_path: Path, mo
     calls.clear()
     trainer.train(resume_from_checkpoint=True)
     assert not calls
+
+
+def test_two_models_at_a_time_are_in_memory(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the documentation of `ensemble_kind` says. Catches all members loaded together for the calibration."""
+    live: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    counts: list[int] = []
+    make = LlamaForSequenceClassification.__init__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        gc.collect()
+        live.add(self)
+        counts.append(len(live))
+
+    gc.collect()
+    monkeypatch.setattr(LlamaForSequenceClassification, "__init__", counted)
+    trainer = sequential("models", tiny_model, tmp_path, max_steps=1)
+    trainer.train()
+    assert max(counts) == 2
 
 
 def test_a_resumed_ensemble_is_calibrated_as_a_whole_one(tiny_model: Path, tmp_path: Path) -> None:
