@@ -70,15 +70,17 @@ def test_nan_is_treated_as_none():
     assert gated(reward, gate, -9.0, "zero")(["a", "b"]) == [None, 0.0]
 
 
-def test_both_functions_get_everything():
+def test_both_functions_get_everything_but_only_the_reward_logs_columns():
     seen = []
 
-    def reward(completions, prompts, answer, completion_ids, **kwargs):
-        seen.append((completions, prompts, answer, completion_ids, sorted(kwargs)))
+    def reward(completions, prompts, answer, completion_ids, log_extra, **kwargs):
+        seen.append((completions, prompts, answer, completion_ids, sorted(kwargs), log_extra is None))
         return [1.0]
 
-    gated(reward, reward, 0.0)(completions=["c"], prompts=["p"], answer=["a"], completion_ids=[[1]], extra=[2])
-    assert seen == [(["c"], ["p"], ["a"], [[1]], ["extra", "log_metric"])] * 2
+    given = {"completions": ["c"], "prompts": ["p"], "answer": ["a"], "completion_ids": [[1]], "other": [2]}
+    gated(reward, reward, 0.0)(**given, log_extra=print)
+    everything = (["c"], ["p"], ["a"], [[1]], ["log_metric", "other"])
+    assert seen == [(*everything, False), (*everything, True)]
 
 
 def test_metrics_are_named_like_the_trainers():

@@ -70,6 +70,7 @@ def test_keywords_soft():
         ("café", "cafe\u0301 noir", True),
         ("ABC", "ＡＢＣ", True),
         ("C++", "C++11", True),
+        ("@home", "me@home", True),
         ("straße", "STRASSE", True),
         ("a.c", "abc", False),
         (" new york ", "in New York.", True),

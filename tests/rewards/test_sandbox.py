@@ -149,9 +149,23 @@ except (ValueError, PermissionError):
 
 
 def test_a_file_that_grows_too_large():
-    code = "import signal; signal.signal(25, signal.SIG_DFL); open('f', 'wb').write(bytes(41 << 20)); print(1)"
-    score, why = check(code, memory_mb=40 if HAS_NAMESPACES else 100)
-    assert math.isnan(score) and why.startswith(("exit", "memory"))
+    code = """
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+with open("f", "wb") as file:
+    for _ in range(80):
+        file.write(bytes(1 << 20))
+print(1)
+"""
+    assert check(code, memory_mb=64)[1].startswith("exit: killed by signal 25")
+    assert check(code, memory_mb=100) == (1.0, "")
+
+
+def test_no_signal_is_ignored():
+    extra = {}
+    reward = SandboxedReward("grep SigIgn /proc/self/status", network=not HAS_NAMESPACES, name="check")
+    reward([""], log_extra=extra.__setitem__)
+    assert f"SigIgn:\\t{0:016d}" in extra["sandbox/check"][0]
 
 
 @needs_namespaces
@@ -177,28 +191,57 @@ def test_no_user_namespaces_no_silent_network(monkeypatch):
     assert SandboxedReward([*PYTHON, "print(1)"], network=True)(["x"]) == [1.0]
 
 
-def test_the_probe_notices_a_refusal(monkeypatch, tmp_path):
+@pytest.fixture
+def fresh_probe():
+    sandbox._namespaces.cache_clear()
+    yield
+    sandbox._namespaces.cache_clear()
+
+
+def test_the_probe_notices_a_refusal(monkeypatch, tmp_path, fresh_probe):
     refusing = tmp_path / "unshare"
     refusing.write_text("#!/bin/sh\necho 'unshare failed: No space left on device' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    sandbox._namespaces.cache_clear()
     assert sandbox._namespaces(False, None) == ((), "unshare failed: No space left on device")
+
+
+def test_the_probe_without_util_linux(monkeypatch, fresh_probe):
     monkeypatch.setenv("PATH", "/nowhere")
-    sandbox._namespaces.cache_clear()
     assert "util-linux" in sandbox._namespaces(False, None)[1]
-    sandbox._namespaces.cache_clear()
+
+
+@needs_namespaces
+def test_where_proc_cannot_be_mounted_the_rest_still_holds(monkeypatch, tmp_path, fresh_probe):
+    picky = tmp_path / "unshare"
+    real = shutil.which("unshare")
+    picky.write_text(f'#!/bin/sh\ncase "$*" in *mount-proc*) exit 1;; esac\nexec {real} "$@"\n')
+    picky.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    prefix, _ = sandbox._namespaces(False, None)
+    assert "--net" in prefix and "--pid" in prefix and "--mount-proc" not in prefix
+    reward = SandboxedReward([*PYTHON, f"print(len(open('/proc/{os.getpid()}/environ').read()))"], name="check")
+    extra = {}
+    assert math.isnan(reward(["x"], log_extra=extra.__setitem__)[0])
+    assert "PermissionError" in extra["sandbox/check"][0]
 
 
 def test_environment_and_folder(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
-    code = (
-        "import json, os; open('f', 'w'); raise SystemExit(json.dumps([dict(os.environ), os.getcwd(), os.listdir()]))"
-    )
+    code = """
+import os, stat
+assert set(os.environ) == {"PATH", "LANG", "HOME", "TMPDIR", "EXTRA"}, set(os.environ)
+assert os.environ["HOME"] == os.environ["TMPDIR"] == os.getcwd()
+assert os.listdir() == [] and stat.S_IMODE(os.stat(".").st_mode) == 0o700
+os.makedirs("a/b")
+os.chmod("a", 0)
+os.write(2, os.getcwd().encode())
+raise SystemExit(7)
+"""
     why = check(code, env={"EXTRA": "1"})[1]
-    environment, folder, files = json.loads(why.split("; ", 1)[1]) if len(why) < 190 else (None, None, None)
-    assert environment is None or set(environment) == {"PATH", "LANG", "HOME", "TMPDIR", "EXTRA"}
-    assert environment is None or (environment["HOME"] == environment["TMPDIR"] == folder and files == ["f"])
+    assert why.startswith("exit: exit status 7; ")
+    folder = Path(why.removeprefix("exit: exit status 7; "))
+    assert folder.is_absolute() and not folder.exists()
 
 
 DAEMONS = """
@@ -243,15 +286,18 @@ def test_a_checker_that_fights_back(monkeypatch, isolated, act):
     mark = uuid.uuid4().hex
     score, why = check(f"import os, signal, time\n{act}\ntime.sleep(60) # {mark}", timeout=0.5, network=True)
     assert math.isnan(score) and why.startswith("timeout")
+    deadline = time.monotonic() + (0 if isolated else 2)  # without a namespace nobody waits for what was killed
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert processes_with(mark) == []
 
 
 def test_the_launcher_ends_by_itself_if_the_trainer_is_gone():
     mark = uuid.uuid4().hex
-    command = [*PYTHON, sandbox._LAUNCHER, "0", "0", "0", *PYTHON, "import time; time.sleep(60)", mark]
+    command = [*PYTHON, sandbox._LAUNCHER, "1", "0", "0", *PYTHON, "import time; time.sleep(60)", mark]
     start = time.monotonic()
-    assert subprocess.run(command, start_new_session=True, timeout=20).returncode == 142
-    assert 1 < time.monotonic() - start < 15
+    assert subprocess.run(command, timeout=20).returncode == 142
+    assert 2.5 < time.monotonic() - start < 15
     assert processes_with(mark) == []
 
 
@@ -284,11 +330,8 @@ def test_a_process_limit_only_where_it_counts_the_row_alone(monkeypatch):
     for name in names:
         monkeypatch.setattr(os, "uname", lambda name=name: os.uname_result(("Linux", "host", name, "", "")))
         limits.append(sandbox._process_limit(8, ("unshare",)))
-    assert limits == [9, 0, 0, 9, 0]
+    assert limits == [10, 0, 0, 10, 0]
     assert sandbox._process_limit(8, ()) == sandbox._process_limit(None, ("unshare",)) == 0
-
-
-ECHO = "import json, sys; raise SystemExit(json.dumps(json.load(sys.stdin), ensure_ascii=True))"
 
 
 def received(completions, **kwargs):
@@ -388,25 +431,20 @@ def test_a_program_that_vanishes(tmp_path):
 
 
 def test_no_room_for_a_process(monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("disk full")
+
     reward = make("print(1)")
-    monkeypatch.setattr(
-        tempfile_module(), "mkdtemp", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    monkeypatch.setattr(sandbox.tempfile, "mkdtemp", full)
     extra = {}
     assert math.isnan(reward(["x"], log_extra=extra.__setitem__)[0])
     assert extra == {"sandbox/check": ["start: disk full"]}
 
 
-def tempfile_module():
-    return sandbox.tempfile
-
-
 def test_raise_on_error():
-    with pytest.raises(RuntimeError, match=r"check: row 1: exit: exit status 3"):
-        make(
-            "import sys; sys.exit(3 * ('bad' in sys.stdin.read())) if 0 else None\nprint(1) if 'bad' not in sys.stdin.read() else sys.exit(3)",
-            on_error="raise",
-        )(["ok", "bad"])
+    code = "import json, sys; print(1) if json.load(sys.stdin)['completion'] == 'ok' else sys.exit(3)"
+    with pytest.raises(RuntimeError, match="check: row 1: exit: exit status 3"):
+        make(code, on_error="raise")(["ok", "bad"])
 
 
 def test_relative_files_become_absolute_and_name_the_reward(monkeypatch, tmp_path):
@@ -451,10 +489,3 @@ def test_missing_programs_are_noticed_when_it_is_made():
         SandboxedReward(["no_such_checker"])
     with pytest.raises(ValueError, match="`command` is empty"):
         SandboxedReward("")
-
-
-def test_trl_calls_it_by_its_name():
-    from trl.trainer.utils import get_callable_name, is_async_callable
-
-    reward = make("print(1)", name="unit_tests")
-    assert get_callable_name(reward) == "unit_tests" and not is_async_callable(reward)

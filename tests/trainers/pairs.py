@@ -167,7 +167,8 @@ def answers(model: Any, inputs: dict[str, torch.Tensor]) -> list[tuple[torch.Ten
         inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"], strict=True
     ):
         length = int(attention.sum())
-        logps = model(input_ids=ids[None, :length]).logits[0].log_softmax(-1)  # (length, V)
+        logits = model(input_ids=ids[None, :length]).logits[0, -length:]  # prompt tuning puts virtual tokens before
+        logps = logits.log_softmax(-1)  # (length, V)
         at = [position for position in range(1, length) if mask[position]]
         tokens = torch.stack([logps[position - 1, ids[position]] for position in at])
         entropies = torch.stack([-(logps[position - 1].exp() * logps[position - 1]).sum() for position in at])

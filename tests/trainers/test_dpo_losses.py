@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PromptTuningConfig, get_peft_model
 from transformers import TrainerCallback
 
 from tests.trainers.harness import history
@@ -99,6 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
     "entropy": {"loss_type": ["sigmoid"], "entropy_coef": 0.7},
     "entropy_dpop": {"loss_type": ["dpop", "sft"], "loss_weights": [1.0, 0.3], "entropy_coef": -0.4},
     "precomputed": {"loss_type": ["dpop"], "precompute_ref_log_probs": True},
+    "projection": {"loss_type": ["dpop", "sft"], "loss_weights": [1.0, 0.3], "project_chosen_gradient": True},
 }
 
 
@@ -135,26 +136,32 @@ def test_one_pair_and_one_token(tiny_model: Path, tmp_path: Path) -> None:
     assert_loss_is_expected(trainer, inputs, tiny_model)
 
 
-def move_adapter(model: torch.nn.Module) -> None:
+def move_adapter(model: torch.nn.Module, scale: float = 0.1) -> None:
     """Move the trainable adapter."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".default." in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def prompt_tuning() -> PromptTuningConfig:
+    """Five virtual tokens before the real ones."""
+    return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
 
 
 @pytest.mark.parametrize("loss_type", OWN)
-@pytest.mark.parametrize("kind", ["lora", "ready"])
+@pytest.mark.parametrize("kind", ["lora", "ready", "prompt"])
 def test_adapters_against_plain_logits(kind: str, loss_type: str, tiny_model: Path, tmp_path: Path) -> None:
-    """The reference is the base model, or for a ready adapter its copy. Catches one taken for the other."""
-    model: Any = tiny_model if kind == "lora" else trained_adapter(tiny_model)
-    arguments = {"peft_config": lora()} if kind == "lora" else {}
-    settings = config(tmp_path, loss_type=[loss_type], **OWN[loss_type])
-    trainer: Any = build(DPOTrainer, DPOConfig(**settings), model, **arguments)
-    move_adapter(trainer.model)
-    reference = plain_model(tiny_model) if kind == "lora" else trained_adapter(tiny_model)
-    policy = trained_adapter(tiny_model)
+    """The reference is the base model, or for a ready adapter its copy. Catches one taken for the other, and with
+    prompt tuning, whose virtual tokens lead in the model's output, positions counted from the start."""
+    model: Any = trained_adapter(tiny_model) if kind == "ready" else tiny_model
+    peft_config = {"lora": lora(), "ready": None, "prompt": prompt_tuning()}[kind]
+    settings = config(tmp_path, loss_type=[loss_type], entropy_coef=0.8, **OWN[loss_type])
+    trainer: Any = build(DPOTrainer, DPOConfig(**settings), model, peft_config=peft_config)
+    move_adapter(trainer.model, 2.0 if kind == "prompt" else 0.1)
+    reference = trained_adapter(tiny_model) if kind == "ready" else plain_model(tiny_model)
+    policy: Any = get_peft_model(plain_model(tiny_model), prompt_tuning() if kind == "prompt" else lora())
     names = policy.state_dict().keys()
     policy.load_state_dict({name: value for name, value in trainer.model.state_dict().items() if name in names})
     inputs = batch(trainer)
@@ -165,6 +172,8 @@ def test_adapters_against_plain_logits(kind: str, loss_type: str, tiny_model: Pa
     trainer.model.train()
     expected = expected_loss(trainer, policy_rows, reference_rows).item()
     assert trainer.compute_loss(trainer.model, inputs).item() == pytest.approx(expected, rel=1e-5)
+    seen = trainer._metrics["train"]["entropy_chosen"]
+    assert seen == [pytest.approx(mean_chosen_entropy(policy_rows).item(), rel=1e-6)]
 
 
 def test_the_adapter_is_on_again_after_the_reference(tiny_model: Path, tmp_path: Path) -> None:
@@ -252,54 +261,61 @@ def test_outputs_are_returned_with_the_added_terms(tiny_model: Path, tmp_path: P
 # ---- number of forward passes --------------------------------------------------------------------------------------
 
 
-def count_forwards(trainer: Any) -> Counter[str]:
-    """Counts, from now on, forward passes of the blocks under "policy" and "reference"."""
-    counts: Counter[str] = Counter()
-    peft = hasattr(trainer.model, "peft_config")
-    base = trainer.model.get_base_model() if peft else trainer.model
-    layer = next((m for m in base.modules() if hasattr(m, "lora_A")), None)
+def count_forwards(trainer: Any) -> dict[str, list[int]]:
+    """From now on, the number of rows in each forward pass of the blocks, under "policy" and "reference"."""
+    rows: dict[str, list[int]] = {"policy": [], "reference": []}
+    base = trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model
+    layer = next((module for module in base.modules() if hasattr(module, "lora_A")), None)
 
-    def policy_forward(*_: Any) -> None:
+    def policy_forward(module: Any, args: Any, output: Any) -> None:
         is_reference = layer is not None and (layer.disable_adapters or layer.active_adapters == ["ref"])
-        counts["reference" if is_reference else "policy"] += 1
+        rows["reference" if is_reference else "policy"].append(len(output.last_hidden_state))
+
+    def reference_forward(module: Any, args: Any, output: Any) -> None:
+        rows["reference"].append(len(output.last_hidden_state))
 
     base.model.register_forward_hook(policy_forward)
     if trainer.ref_model is not None:
-        trainer.ref_model.model.register_forward_hook(lambda *_: counts.update(["reference"]))
-    return counts
+        trainer.ref_model.model.register_forward_hook(reference_forward)
+    return rows
 
 
-@pytest.mark.parametrize("loss_type", [["dpop"], ["cal_dpo", "dpo_shift"], ["dpop", "sigmoid", "sft"], ["sigmoid"]])
+COUNTED: dict[str, dict[str, Any]] = {
+    "dpop": {"loss_type": ["dpop"]},
+    "mixture": {"loss_type": ["dpop", "cal_dpo", "dpo_shift", "sigmoid", "sft"], "entropy_coef": 0.1},
+    "off": {},
+    "projection": {"loss_type": ["dpop", "sigmoid"], "project_chosen_gradient": True},
+}
+
+
+@pytest.mark.parametrize("settings", COUNTED.values(), ids=COUNTED)
 @pytest.mark.parametrize("kind", ["full", "lora", "ready", "precomputed", "precomputed_lora"])
 def test_one_policy_and_one_reference_forward(
-    kind: str, loss_type: list[str], tiny_model: Path, tmp_path: Path
+    kind: str, settings: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Per micro-batch, in training and evaluation, with entropy and projection on.
+    """Per micro-batch, in training and evaluation; with the projection the policy's is made of two halves.
 
     Catches a second forward for our losses (twice the cost), a reference forward although it was precomputed, and a
     reference forward with the adapter on.
     """
     model: Any = (lambda: trained_adapter(tiny_model)) if kind == "ready" else tiny_model
     arguments: dict[str, Any] = {"peft_config": lora()} if kind in ("lora", "precomputed_lora") else {}
-    settings = config(
+    run = config(
         tmp_path,
-        loss_type=loss_type,
-        entropy_coef=0.1,
-        project_chosen_gradient=True,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         eval_strategy="steps",
         eval_steps=2,
         precompute_ref_log_probs=kind.startswith("precomputed"),
+        **settings,
     )
-    trainer: Any = build(DPOTrainer, DPOConfig(**settings), model, eval_dataset=pairs(), **arguments)
-    counts = count_forwards(trainer)
+    trainer: Any = build(DPOTrainer, DPOConfig(**run), model, eval_dataset=pairs(), **arguments)
+    rows = count_forwards(trainer)
     trainer.train()
-    batches = 2 * 2 + 2  # two steps of two micro-batches, one evaluation of two batches
-    expected = {"policy": batches}
-    if not kind.startswith("precomputed"):
-        expected["reference"] = batches
-    assert counts == expected
+    # Two steps of two micro-batches of two pairs, one evaluation of two batches of four pairs.
+    training = [2] * 8 if "project_chosen_gradient" in settings else [4] * 4
+    assert rows["policy"] == [*training, 8, 8]
+    assert rows["reference"] == ([] if kind.startswith("precomputed") else [4] * 4 + [8] * 2)
 
 
 # ---- gradient accumulation -----------------------------------------------------------------------------------------
@@ -458,7 +474,9 @@ def test_metrics_by_hand(mode: str, ld_alpha: float | None, tiny_model: Path, tm
     assert not trainer._metrics["eval" if mode == "train" else "train"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"ld_alpha": 0.3}], ids=["plain", "ld"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"ld_alpha": 0.3}, {"project_chosen_gradient": True}], ids=["plain", "ld", "projection"]
+)
 def test_a_policy_equal_to_its_reference(settings: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     """Every pair is a tie, no penalty is active, and DPOP's first gradient is DPO's, exactly.
 

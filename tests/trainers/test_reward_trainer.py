@@ -383,7 +383,7 @@ def test_heads_use_model_init_kwargs(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_heads_are_resumed(adapter: bool, tiny_model: Path, tmp_path: Path) -> None:
-    """Killed after a checkpoint and resumed: as without the kill. Catches heads drawn anew, another bootstrap sample."""
+    """Killed after a checkpoint and resumed: as without the kill. Catches heads drawn anew, another sample."""
     options: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     given: dict[str, Any] = {"peft_config": lora()} if adapter else {}
     whole = heads(tiny_model, tmp_path / "whole", **options, **given)

@@ -46,7 +46,7 @@ class PreferenceOptions:
             the mean chosen log-probability of the batch is removed (Yu et al. 2020, arXiv 2001.06782, one-sided). One
             more backward pass, of the chosen half, and one float32 copy of the trainable parameters; refused with
             ZeRO-3, FSDP, fp16 and reentrant checkpointing. With Adam the step is not along the gradient, so the
-            guarantee is SGD's only.
+            guarantee is SGD's only. With DeepSpeed's optimizer offload, clipping uses the norm before the projection.
             Metrics `projection/cosine` (of gradient and chosen gradient; > 0 is harmful), `projection/active`.
 
     Guard:
