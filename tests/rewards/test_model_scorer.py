@@ -370,6 +370,8 @@ def test_a_tokenizer_without_pad_and_eos_is_refused(tiny_model: Path, tmp_path: 
     scorer = RewardModelScorer(folder)
     assert scorer.model.config.pad_token_id == scorer.tokenizer.eos_token_id
     assert scorer.tokenizer.padding_side == "right"
+    alone = [scorer([question], [answer])[0] for question, answer in zip(QUESTIONS, CHOSEN, strict=True)]
+    assert scorer(QUESTIONS, CHOSEN) == close(alone)
     settings.update(eos_token=None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model = AutoModelForSequenceClassification.from_pretrained(folder)

@@ -126,8 +126,8 @@ def test_wall_time(code):
 
 def test_cpu_time_of_a_process():
     code = "import os, resource; print(resource.getrlimit(resource.RLIMIT_CPU)[0]); os.kill(os.getpid(), 24)"
-    assert check(code, timeout=1.5)[1] == "timeout: CPU time used up"
-    assert check(code.split("; os.kill")[0], timeout=1.5)[0] == 2.0
+    assert check(code, timeout=8.5)[1] == "timeout: CPU time used up"
+    assert check(code.split("; os.kill")[0], timeout=8.5)[0] == 9.0
 
 
 def test_limits_that_only_the_kernel_shows():
@@ -263,7 +263,9 @@ def test_nothing_is_left_running(monkeypatch, isolated, seconds, expected):
     if not isolated:
         monkeypatch.setattr(sandbox, "_namespaces", lambda network, user: ((), "off"))
     mark = uuid.uuid4().hex
-    reward = make(DAEMONS.replace("MARK", mark).replace("SECONDS", str(seconds)), timeout=2.0, network=True)
+    reward = make(
+        DAEMONS.replace("MARK", mark).replace("SECONDS", str(seconds)), timeout=3.0 if seconds else 30.0, network=True
+    )
     seen = set()
     thread = threading.Thread(target=lambda: seen.add(str(reward(["x"]))))
     thread.start()
@@ -309,14 +311,15 @@ def test_another_user_and_the_number_of_processes(monkeypatch):
 import os, time
 count = 0
 try:
-    while True:
+    for _ in range(100):  # bounded, should the limit ever fail
         if os.fork() == 0:
             time.sleep(60)
         count += 1
 except OSError:
-    open("mine", "w").close()
-    assert os.access("/proc/sys/kernel/core_pattern", os.W_OK) is False
-    print(os.getuid() * 1000 + count)
+    pass
+open("mine", "w").close()
+assert os.access("/proc/sys/kernel/core_pattern", os.W_OK) is False
+print(os.getuid() * 1000 + count)
 """
     import pwd
 

@@ -213,6 +213,23 @@ def test_accumulated_gradients_are_projected_once_as_a_whole(tiny_model: Path, t
     assert parts[2] == whole[2] == [1.0, 1.0]
 
 
+def test_every_chosen_answer_of_the_step_counts_alike(tiny_model: Path, tmp_path: Path) -> None:
+    """6 rows in micro-batches of 4 and 2: c is the gradient of the sum over all six.
+
+    Catches a mean per micro-batch, which would weigh the rows of the small one twice.
+    """
+    runs = {}
+    for project in (False, True):
+        trainer, steps = build(
+            tiny_model, tmp_path, dataset=near_pairs(6), project_chosen_gradient=project, gradient_accumulation_steps=2
+        )
+        _, c = plain_gradients(trainer)
+        trainer.train()
+        runs[project] = steps.gradients[0]
+    assert torch.dot(runs[False], c) > 0
+    assert relative_error(runs[True], project_update(runs[False], c)) < 1e-4
+
+
 def test_activation_checkpointing_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     """The forward is differentiated twice. Catches a second gradient that non-reentrant checkpointing gets wrong."""
     gradients = []

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
+from transformers.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -7,11 +7,19 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "SandboxedReward": "sandbox",
     "answer_reward": "answers",
     "completion_text": "text",
+    "gated": "gating",
+    "group_diversity": "gating",
     "instruction_reward": "instructions",
+    "keyword_rules": "rules",
     "length_reward": "length",
     "length_window": "length",
+    "math_reward": "verifiers",
+    "reasoning_gym_reward": "verifiers",
+    "repetition_penalty": "rules",
+    "soft_length_window": "rules",
     "tone_reward": "tone",
 }
 

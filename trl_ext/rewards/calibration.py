@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,11 +22,15 @@ def calibrate(card: RewardCard, members: Members, rows: Any, limit: int, held_ou
     Args:
         rows: a dataset with `chosen_ids` and `rejected_ids`. limit: at most so many pairs, from the front.
         held_out: whether they were not trained on; a temperature from training pairs would be far too confident.
+
+    Returns:
+        The card as it was when there is no row.
     """
-    count = min(limit, len(rows))
-    part = rows.select(range(count))
-    chosen = members.score_rows(list(part["chosen_ids"]), TOKENS_PER_BATCH)
-    rejected = members.score_rows(list(part["rejected_ids"]), TOKENS_PER_BATCH)
+    part = list(itertools.islice(iter(rows), limit))
+    if not part:
+        return card
+    chosen = members.score_rows([row["chosen_ids"] for row in part], TOKENS_PER_BATCH)
+    rejected = members.score_rows([row["rejected_ids"] for row in part], TOKENS_PER_BATCH)
     mean, std = moments(torch.cat([chosen, rejected], dim=1))
     margins = (standardise(chosen, mean, std) - standardise(rejected, mean, std)).mean(0)
     return replace(
@@ -33,7 +38,7 @@ def calibrate(card: RewardCard, members: Members, rows: Any, limit: int, held_ou
         mean=mean,
         std=std,
         temperature=fit_temperature(margins) if held_out else 1.0,
-        calibration=f"{count} {'held-out' if held_out else 'training'} pairs",
+        calibration=f"{len(part)} {'held-out' if held_out else 'training'} pairs",
     )
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from accelerate.logging import get_logger
+from transformers.utils.logging import get_logger
 
 from trl_ext.formulas.ensemble import EnsembleReduction, reduce_ensemble
 from trl_ext.rewards.calibration import moments, standardise
 from trl_ext.rewards.loading import load_tokenizer
-from trl_ext.rewards.members import Members, load_members, member_name
+from trl_ext.rewards.members import Members, load_members, member_name, positions_of, score_fitting
 from trl_ext.rewards.model_scorer import RewardModelScorer, resolve_format
 from trl_ext.rewards.rendering import render
 from trl_ext.rewards.reward_card import RewardCard
@@ -99,11 +99,12 @@ class RewardEnsemble:
             )
         ours = {key: options.pop(key) for key in ("reduce", "coef", "min_members", "name") if key in options}
         members = load_members(folder, card, **options)
-        tokenizer = load_tokenizer(str(_tokenizer_folder(Path(folder))), members)
+        tokenizer = load_tokenizer(str(_tokenizer_folder(Path(folder))), members.model)
         text_format = resolve_format(card.text_format, tokenizer)
 
         def scorer(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> torch.Tensor:
-            return members.score_rows(render(prompts, completions, tokenizer, text_format), tokens_per_batch)
+            rows = render(prompts, completions, tokenizer, text_format)
+            return score_fitting(members, rows, tokens_per_batch, positions_of(members.config))
 
         calibration: dict[str, Any] = {"mean": card.mean, "std": card.std, "temperature": card.temperature}
         ensemble = cls([scorer], [card.size], name=ours.pop("name", Path(folder).name), **calibration, **ours)
@@ -183,10 +184,11 @@ class RewardEnsemble:
         return torch.sigmoid(margins / self.temperature)
 
     def _log(self, scores: torch.Tensor, log_metric: Callable[[str, float], None]) -> None:
-        for member, row in enumerate(scores):
-            log_metric(f"{self.__name__}/{member_name(member).replace('-', '_')}/mean", row.nanmean().item())
-        log_metric(f"{self.__name__}/std", _nan_std(scores).nanmean().item())
-        log_metric(f"{self.__name__}/failed", scores.isnan().float().mean().item())
+        means = {f"member_{member}/mean": row.nanmean().item() for member, row in enumerate(scores)}
+        values = means | {"std": _nan_std(scores).nanmean().item(), "failed": scores.isnan().float().mean().item()}
+        for name, value in values.items():
+            if math.isfinite(value):  # TRL averages over a logging step, where one NaN hides all the rest
+                log_metric(f"{self.__name__}/{name}", value)
 
 
 def _guarded(function: Any) -> Scorer:

@@ -11,21 +11,33 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 
 def load_tokenizer(name_or_path: str, model: Any) -> Any:
-    """The reward model's tokenizer, padding on the right; its pad token and the model's agree.
+    """The reward model's tokenizer; its pad token and the model's agree.
 
     Raises:
         ValueError: there is neither a pad nor an EOS token.
     """
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    # An adapter's folder holds the tokenizer of its training, but the config is the one of its base.
+    agree_on_pad(model, tokenizer, tokenizer_decides=hasattr(model, "peft_config"))
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def agree_on_pad(model: Any, tokenizer: Any, tokenizer_decides: bool = False) -> None:
+    """Give model and tokenizer one pad token: the last token that is not pad is the one that is scored.
+
+    Raises:
+        ValueError: there is neither a pad nor an EOS token.
+    """
     config = model.config.get_text_config()
+    if tokenizer_decides and tokenizer.pad_token_id is not None:
+        config.pad_token_id = tokenizer.pad_token_id
     if config.pad_token_id is None:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         config.pad_token_id = tokenizer.pad_token_id
     if config.pad_token_id is None:
-        raise ValueError(f"{name_or_path} has neither a pad token nor an EOS token. Set tokenizer.pad_token.")
-    tokenizer.padding_side = "right"
-    return tokenizer
+        raise ValueError("The reward model has neither a pad token nor an EOS token. Set tokenizer.pad_token.")
 
 
 def load_classifier(name_or_path: str, num_labels: int = 1, **model_kwargs: Any) -> Any:
@@ -45,7 +57,7 @@ def load_classifier(name_or_path: str, num_labels: int = 1, **model_kwargs: Any)
     if not architecture.endswith("ForSequenceClassification"):
         raise ValueError(
             f"{name_or_path} is a {architecture}, which has no score head: its scores would be random. Train it "
-            "RewardTrainer first."
+            "with RewardTrainer first."
         )
     if config.num_labels != num_labels:
         raise ValueError(
@@ -84,7 +96,9 @@ def check_adapter_has_head(folder: Path) -> None:
         raise ValueError(f"{folder} holds no adapter_model.safetensors.")
     with safe_open(weights, framework="pt") as file:
         names = list(file.keys())
-    if not any(".score." in name or ".classifier." in name for name in names):
+    # A low-rank update of a head is no head: what it updates was never trained or saved.
+    heads = [name for name in names if {"score", "classifier"} & set(name.split(".")) and "lora_" not in name]
+    if not heads:
         saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("modules_to_save")
         raise ValueError(
             f"The adapter in {folder} holds no score head (modules_to_save={saved}): its scores would be random. Train "

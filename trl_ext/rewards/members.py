@@ -18,6 +18,7 @@ class Members(Protocol):
 
     size: int
     config: Any
+    model: Any  # one of them, for its config and its adapter
 
     def score_rows(self, rows: Sequence[Sequence[int]], tokens_per_batch: int) -> torch.Tensor:
         """(M, N) float32 scores of N token sequences."""
@@ -56,10 +57,40 @@ class Models:
     """M full models."""
 
     def __init__(self, models: Sequence[Any]) -> None:
-        self.models, self.size, self.config = list(models), len(models), models[0].config
+        self.models, self.size, self.config, self.model = list(models), len(models), models[0].config, models[0]
 
     def score_rows(self, rows: Sequence[Sequence[int]], tokens_per_batch: int) -> torch.Tensor:
         return torch.stack([score_sequences(model, rows, _pad(model), tokens_per_batch)[:, 0] for model in self.models])
+
+
+class StoredModels:
+    """M full models on disk, of which one is in memory at a time; for scoring once, after training."""
+
+    def __init__(self, folders: Sequence[str], model: Any) -> None:
+        self.folders, self.size, self.config, self.model = list(folders), len(folders), model.config, model
+
+    def score_rows(self, rows: Sequence[Sequence[int]], tokens_per_batch: int) -> torch.Tensor:
+        return torch.stack([self._score_with(folder, rows, tokens_per_batch) for folder in self.folders])
+
+    def _score_with(self, folder: str, rows: Sequence[Sequence[int]], tokens_per_batch: int) -> torch.Tensor:
+        model = load_classifier(folder).to(self.model.device)
+        return score_sequences(model, rows, _pad(model), tokens_per_batch)[:, 0]
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest text that a model has positions for; None when it does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def score_fitting(
+    members: Members, rows: Sequence[Sequence[int]], tokens_per_batch: int, max_length: int | None
+) -> torch.Tensor:
+    """(M, N) scores; NaN for rows of more than `max_length` tokens."""
+    scores = torch.full((members.size, len(rows)), torch.nan)
+    fitting = [index for index, row in enumerate(rows) if max_length is None or len(row) <= max_length]
+    if fitting:
+        scores[:, fitting] = members.score_rows([rows[index] for index in fitting], tokens_per_batch)
+    return scores
 
 
 def load_members(folder: str | Path, card: RewardCard, **model_kwargs: Any) -> Members:

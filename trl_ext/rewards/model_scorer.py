@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
+from transformers.utils.logging import get_logger
 
-from trl_ext.rewards.loading import load_classifier, load_tokenizer
+from trl_ext.rewards.loading import agree_on_pad, load_classifier, load_tokenizer
+from trl_ext.rewards.members import Heads, positions_of, score_fitting
 from trl_ext.rewards.rendering import FORMATS, render
 from trl_ext.rewards.reward_card import RewardCard
-from trl_ext.rewards.sequence_scoring import score_sequences
 
 logger = get_logger(__name__)
 
@@ -55,9 +55,10 @@ class RewardModelScorer:
         if tokenizer is None and source is None:
             raise ValueError("A loaded model needs its tokenizer: RewardModelScorer(model, tokenizer).")
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(str(source), self.model)
+        agree_on_pad(self.model, self.tokenizer)
         self.text_format = resolve_format(text_format or (card.text_format if card else None), self.tokenizer)
         self.tokens_per_batch = tokens_per_batch
-        self.max_length = max_length or getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = max_length or positions_of(self.model.config)
         self.__name__ = name or (Path(source).name if source else "reward_model")
 
     def __call__(
@@ -79,13 +80,7 @@ class RewardModelScorer:
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> torch.Tensor:
         """(N,) float32 scores."""
         rows = render(prompts, completions, self.tokenizer, self.text_format)
-        scores = torch.full((len(rows),), torch.nan)
-        fitting = [index for index, row in enumerate(rows) if self.max_length is None or len(row) <= self.max_length]
-        if fitting:
-            pad = self.model.config.get_text_config().pad_token_id
-            found = score_sequences(self.model, [rows[index] for index in fitting], pad, self.tokens_per_batch)
-            scores[fitting] = found[:, 0]
-        return scores
+        return score_fitting(Heads(self.model, 1), rows, self.tokens_per_batch, self.max_length)[0]
 
 
 def resolve_format(text_format: str | None, tokenizer: Any) -> str:

@@ -25,6 +25,8 @@ def render(prompts: Sequence[Any], completions: Sequence[Any], tokenizer: Any, t
     """
     if len(prompts) != len(completions):
         raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt per completion.")
+    if not completions:
+        return []
     if text_format == "chat":
         conversations = [
             [*_messages(prompt, "user"), *_messages(completion, "assistant")]
@@ -36,7 +38,7 @@ def render(prompts: Sequence[Any], completions: Sequence[Any], tokenizer: Any, t
         _text(prompt) + _closed(_text(completion), tokenizer.eos_token)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return [list(row) for row in tokenizer(text=texts)["input_ids"]] if texts else []
+    return [list(row) for row in tokenizer(text=texts)["input_ids"]]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:

@@ -137,8 +137,11 @@ class PreferenceSeams(MetricSeams, _TRLDPOTrainer):
     def ext_on_micro_batch(self) -> None:
         """Called after the backward pass of every micro-batch."""
 
-    def ext_prepare_rows(self, dataset: Any, dataset_name: str, args: Any, prepare: Callable[[Any], Any]) -> Any:
-        """`prepare(dataset)` is TRL's: extract the prompt, tokenise, drop what `max_length` leaves empty."""
+    def ext_prepare_rows(self, dataset: Any, dataset_name: str, args: Any, prepare: Callable[..., Any]) -> Any:
+        """`prepare(dataset)` is TRL's: extract the prompt, tokenise, drop what `max_length` leaves empty.
+
+        It takes other `args` as a second argument.
+        """
         return prepare(dataset)
 
     def ext_save_state(self, run_dir: str) -> None:
@@ -213,8 +216,8 @@ class PreferenceSeams(MetricSeams, _TRLDPOTrainer):
 
     @override
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        def prepare(rows: Any) -> Any:
-            return super(PreferenceSeams, self)._prepare_dataset(rows, processing_class, args, dataset_name)
+        def prepare(rows: Any, settings: Any = args) -> Any:
+            return super(PreferenceSeams, self)._prepare_dataset(rows, processing_class, settings, dataset_name)
 
         return self.ext_prepare_rows(dataset, dataset_name, args, prepare)
 

@@ -16,6 +16,7 @@ from typing import Any
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
 DPO = "trl.trainer.dpo_trainer:DPOTrainer"
+REWARD = "trl.trainer.reward_trainer:RewardTrainer"
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,13 @@ TRL_SEAMS = (
         "writes into `checkpoint-<global_step>`",
     ),
     Seam(DPO, "_load_optimizer_and_scheduler", ("self", "checkpoint"), "741032f57d6fb802", "called once on resume"),
+    Seam(
+        REWARD,
+        "_prepare_dataset",
+        ("self", "dataset", "processing_class", "args", "dataset_name"),
+        "d753a196b9cfefe9",
+        "adds `chosen_ids` and `rejected_ids`; drops rows longer than `max_length`",
+    ),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Mapping
@@ -102,6 +103,10 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
         check = RowCheck(self._ext_options.bad_rows, dataset_name, args.max_length, args.truncation_mode)
         if not any(dataset is checked for checked in self._ext_checked):
             dataset = check.raw(dataset)  # given to evaluate()
+        if isinstance(dataset, datasets.IterableDataset):
+            without_limit = copy.copy(args)  # TRL would drop rows without a word
+            without_limit.max_length = None
+            return check.streamed_tokens(prepare(dataset, without_limit))
         if isinstance(dataset, datasets.Dataset) and ROW not in dataset.column_names:
             dataset = dataset.add_column(ROW, list(range(len(dataset))))
         return check.tokenised(dataset, prepare(dataset))

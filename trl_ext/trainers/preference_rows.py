@@ -7,13 +7,14 @@ from typing import Any
 
 import datasets
 import trl
-from accelerate.logging import get_logger
+from transformers.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 EMPTY_CHOSEN = "empty, None or white-space chosen answer"
 EMPTY_REJECTED = "empty, None or white-space rejected answer"
 EQUAL = "chosen equal to rejected"
+NO_PROMPT = "None for a prompt"
 NOTHING_LEFT = "prompt fills max_length, nothing of the answer is left"
 EQUAL_CUT = "chosen equal to rejected once cut to max_length"
 ROW = "ext_row"
@@ -34,7 +35,9 @@ def fault_of(row: Mapping[str, Any]) -> str | None:
         return EMPTY_REJECTED
     if _same(chosen, rejected):
         return EQUAL
-    if row.get("prompt") is None:
+    if "prompt" in row and row["prompt"] is None:
+        return NO_PROMPT
+    if "prompt" not in row:
         answers = trl.extract_prompt({"chosen": chosen, "rejected": rejected})
         if _is_blank(answers["chosen"]):
             return EMPTY_CHOSEN
@@ -79,7 +82,8 @@ class RowCheck:
     """
 
     def __init__(self, bad_rows: str, name: str, max_length: int | None, truncation_mode: str = "keep_start") -> None:
-        self.bad_rows, self.name = bad_rows, name
+        self.bad_rows, self.name, self.max_length = bad_rows, name, max_length
+        self.keeps_start = truncation_mode == "keep_start"
         self.kept = (
             slice(max_length) if truncation_mode == "keep_start" or max_length is None else slice(-max_length, None)
         )
@@ -109,7 +113,7 @@ class RowCheck:
         Raises:
             ValueError: as above.
         """
-        if isinstance(after, datasets.IterableDataset) or "chosen_ids" not in after.column_names:
+        if "chosen_ids" not in (after.column_names or ()):
             return after
         faults: dict[str, list[int]] = {}
         if ROW in after.column_names:
@@ -139,6 +143,22 @@ class RowCheck:
             batch = columns[start : start + 1000]
             for prompt, chosen, rejected in zip(*batch.values(), strict=True):
                 yield (prompt + chosen)[self.kept] == (prompt + rejected)[self.kept]
+
+    def streamed_tokens(self, tokenised: Any) -> Any:
+        """The same for a stream that TRL has tokenised without its `max_length`, row by row while it is read."""
+
+        def is_good(row: dict[str, Any], index: int) -> bool:
+            fault = self._fault_of_tokens(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"])
+            if fault is not None and self.bad_rows == "raise":
+                raise ValueError(self._message({fault: [index]}, "of a stream"))
+            return fault is None
+
+        return tokenised.filter(is_good, with_indices=True)
+
+    def _fault_of_tokens(self, prompt: list[int], chosen: list[int], rejected: list[int]) -> str | None:
+        if self.keeps_start and self.max_length is not None and len(prompt) >= self.max_length:
+            return NOTHING_LEFT
+        return EQUAL_CUT if (prompt + chosen)[self.kept] == (prompt + rejected)[self.kept] else None
 
     def _streamed(self, dataset: Any) -> Any:
         def is_good(row: dict[str, Any], index: int) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 import datasets
 import trl
 from accelerate import PartialState
-from accelerate.logging import get_logger
 from transformers import AutoProcessor
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils.logging import get_logger
 from trl.trainer.utils import create_model_from_path, hash_module
 
 logger = get_logger(__name__)
@@ -131,7 +131,7 @@ def _train(base: Any, rows: Any, tokenizer: Any, peft_config: Any, config: Any, 
         processing_class=tokenizer,
         peft_config=peft_config,
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+    trainer.train(resume_from_checkpoint=_last_whole_checkpoint(folder))
     partial = folder / "model.partial"
     trainer.save_model(str(partial))
     if trainer.accelerator.is_main_process:
@@ -139,6 +139,15 @@ def _train(base: Any, rows: Any, tokenizer: Any, peft_config: Any, config: Any, 
         for checkpoint in folder.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
     trainer.accelerator.wait_for_everyone()
+
+
+def _last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; a kill may leave half of one."""
+    for part in sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name.rpartition("-")[2])):
+        if (part / TRAINER_STATE_NAME).is_file():
+            return str(part)
+        shutil.rmtree(part, ignore_errors=True)
+    return None
 
 
 def _use(arguments: dict[str, Any], folder: str, loading: dict[str, Any]) -> None:

@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 import trl
-from accelerate.logging import get_logger
+from transformers.utils.logging import get_logger
 from trl.trainer.reward_trainer import RewardTrainer as TRL_RewardTrainer
 from typing_extensions import override
 
 from trl_ext.formulas.reward_model import bradley_terry_loss
 from trl_ext.models.quantized import prepare_quantized
 from trl_ext.rewards.calibration import calibrate
-from trl_ext.rewards.loading import load_classifier
-from trl_ext.rewards.members import Adapters, Heads, Members, Models, member_name
+from trl_ext.rewards.members import Adapters, Heads, Members, StoredModels, member_name
 from trl_ext.rewards.model_scorer import resolve_format
 from trl_ext.rewards.reward_card import CARD_FILE, RewardCard
-from trl_ext.seams.metrics import MetricSeams
+from trl_ext.seams.reward import RewardSeams
 from trl_ext.trainers.bootstrap import bootstrap_weights
 from trl_ext.trainers.preflight import check_peft_trainable, check_trainable
 from trl_ext.trainers.reward_config import RewardOptions
@@ -34,7 +33,7 @@ logger = get_logger(__name__)
 _CHECKPOINTS = shutil.ignore_patterns("checkpoint-*", "README.md")
 
 
-class RewardTrainer(MetricSeams, trl.RewardTrainer):
+class RewardTrainer(RewardSeams, trl.RewardTrainer):
     """Drop-in for [`trl.RewardTrainer`]; the options are in [`RewardConfig`]. Trained members are scored through
     [`RewardEnsemble.load`] with the folder that `save_model` wrote.
 
@@ -175,10 +174,16 @@ class RewardTrainer(MetricSeams, trl.RewardTrainer):
             return Heads(self.model, self._ext_heads)
         folders = [str(self._ext_folder / member_name(member)) for member in range(options.ensemble_size)]
         if options.ensemble_kind == "models":
-            return Models([load_classifier(folder) for folder in folders])
+            return StoredModels(folders, self.model)
         for folder in folders:
             self.model.load_adapter(folder, adapter_name=Path(folder).name)
         return Adapters(self.model, [Path(folder).name for folder in folders])
+
+    def _ext_all_rows(self) -> Any:
+        """The training pairs as tokens; those of member 0 are its bootstrap sample."""
+        if not self._ext_sequential:
+            return self.train_dataset
+        return self.ext_tokenised(self._ext_given["train_dataset"])
 
     def _ext_calibrate(self) -> None:
         options = self._ext_options
@@ -188,7 +193,7 @@ class RewardTrainer(MetricSeams, trl.RewardTrainer):
         self._ext_card = self._ext_new_card(kind, options.ensemble_size)
         if options.calibration_rows:
             held_out = self.eval_dataset is not None and not isinstance(self.eval_dataset, dict)
-            rows = self.eval_dataset if held_out else self.train_dataset
+            rows = self.eval_dataset if held_out else self._ext_all_rows()
             was_training = self.model.training
             self.model.eval()
             self._ext_card = calibrate(self._ext_card, self._ext_members(), rows, options.calibration_rows, held_out)
