@@ -212,7 +212,7 @@ def test_the_average_on_batches(decay: float | None, tiny_model: Path, tmp_path:
 def test_stop_keeps_a_checkpoint_from_before(
     save_total_limit: int | None, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run ends at the alarm; the newest checkpoint written while the guard was content survives rotation.
+    """The run ends at the alarm; the newest checkpoint whose weights were measured above the floor survives rotation.
 
     Catches a run that goes on, a record of the fallen checkpoint, and a rotation that deletes the good one.
     """
@@ -223,8 +223,9 @@ def test_stop_keeps_a_checkpoint_from_before(
     values = trainer.seen
     (alarm,) = alarms(values, decay=0.0)
     assert trainer.state.global_step == alarm < 8
-    newest_good = max(step for step, value in enumerate(values, start=1) if value >= -0.1)
-    assert newest_good == alarm - 2
+    # A batch of step n is measured with the weights of checkpoint n - 1.
+    newest_good = max(step for step, value in enumerate(values) if value >= -0.1)
+    assert newest_good == alarm - 3
     good = tmp_path / f"checkpoint-{newest_good}"
     assert trainer.state.best_model_checkpoint == str(good)
     assert AutoModelForCausalLM.from_pretrained(good).num_parameters() > 0
@@ -300,14 +301,14 @@ def test_stop_without_a_good_checkpoint_says_so(
 def test_a_healthy_run_never_triggers(
     seed: int, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All steps are done without a word, and the newest checkpoint is the recorded one."""
+    """All steps are done without a word; the recorded checkpoint is the newest that a later batch has measured."""
     trainer = run(
         tiny_model, tmp_path, chosen_guard="stop", save_strategy="steps", save_steps=2, seed=seed,
         **(WATCHED | {"chosen_guard_floor": 0.0, "chosen_guard_patience": 1}), **HEALTHY,
     )  # fmt: skip
     assert trainer.state.global_step == 8
     assert not guard_warnings(caplog)
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-8")
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
     assert history(trainer, "logps/chosen_vs_ref_per_token")[-1] > 0
 
 

@@ -167,7 +167,7 @@ def test_raise_reports_counts_and_rows_before_a_model_is_loaded(
     no_model: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     """One message for all faults. Catches a message for the first bad row only, wrong numbers, and a late check."""
-    with pytest.raises(ValueError, match=r"^5 of 8 rows of the train_dataset dataset cannot be trained on") as caught:
+    with pytest.raises(ValueError, match=r"^5 of 8 rows of train_dataset cannot be trained on") as caught:
         build(tiny_model, tmp_path, pairs(*MIXED))
     text = str(caught.value)
     assert f"2 with {EMPTY_CHOSEN} (rows 1, 6)" in text
@@ -196,7 +196,7 @@ def test_drop_keeps_exactly_the_good_rows_and_trains(
     trainer = build(tiny_model, tmp_path, pairs(*MIXED), bad_rows="drop")
     assert [row["chosen"].removesuffix("<|im_end|>") for row in trainer.train_dataset] == [" Because.", "你好", " b"]
     assert ROW not in trainer.train_dataset.column_names
-    assert "of 8 rows the train_dataset dataset lost" in caplog.text
+    assert "of 8 rows train_dataset lost" in caplog.text
     assert f"2 with {EQUAL} (rows 2, 5)" in caplog.text
     trainer.train()
     assert len(history(trainer, "loss")) == 2 and all(map(math.isfinite, history(trainer, "loss")))
@@ -217,14 +217,14 @@ def test_good_rows_pass_untouched(tiny_model: Path, tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize("bad_rows", ["raise", "drop"])
 def test_no_good_row_at_all(bad_rows: str, no_model: None, tiny_model: Path, tmp_path: Path) -> None:
     """Dropping everything is an error. Catches an empty data set that fails deep in the Trainer."""
-    match = "No pair of the train_dataset dataset is left: 2 with" if bad_rows == "drop" else "^2 of 2 rows"
+    match = "No pair of train_dataset is left: 2 with" if bad_rows == "drop" else "^2 of 2 rows"
     with pytest.raises(ValueError, match=match):
         build(tiny_model, tmp_path, pairs(answers(" a", " a"), answers(" b", " b")), bad_rows=bad_rows)
 
 
 def test_an_empty_data_set(no_model: None, tiny_model: Path, tmp_path: Path) -> None:
     """Catches `StopIteration` from TRL's look at the first row."""
-    with pytest.raises(ValueError, match="No pair of the train_dataset dataset is left: it is empty"):
+    with pytest.raises(ValueError, match="No pair of train_dataset is left: it is empty"):
         build(tiny_model, tmp_path, Dataset.from_dict({"prompt": [], "chosen": [], "rejected": []}))
 
 
@@ -362,7 +362,7 @@ def test_the_evaluation_set_is_checked_before_a_model_is_loaded(
     no_model: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Catches a check of the training rows alone."""
-    with pytest.raises(ValueError, match=r"^1 of 2 rows of the eval_dataset dataset"):
+    with pytest.raises(ValueError, match=r"^1 of 2 rows of eval_dataset"):
         build(tiny_model, tmp_path, pairs(GOOD), pairs(GOOD, answers(" a", " a")))
 
 
@@ -404,7 +404,7 @@ def test_a_stream_is_checked_while_it_is_read(tiny_model: Path, tmp_path: Path) 
     rows = [answers(f" {letter}", " x") for letter in "abcdefg"] + [answers(" x", "x ")]
     stream = pairs(*rows).to_iterable_dataset()
     trainer = build(tiny_model, tmp_path, stream, max_steps=2)
-    with pytest.raises(ValueError, match=rf"^1 of a stream rows of the train_dataset .*{EQUAL} \(row 7\)"):
+    with pytest.raises(ValueError, match=rf"^1 of the streamed rows of train_dataset .*{EQUAL} \(row 7\)"):
         trainer.train()
 
 

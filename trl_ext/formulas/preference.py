@@ -38,7 +38,9 @@ def sequence_logps(per_token_logps: torch.Tensor, mask: torch.Tensor, ld_alpha: 
     lengths = real.sum(-1)
     shared = torch.minimum(*lengths.chunk(2)).repeat(2)  # (2B,)
     in_tail = real.cumsum(-1) > shared.unsqueeze(-1)
-    return torch.where(in_tail, ld_alpha * masked, masked).sum(-1)
+    # Two sums, in the order in which TRL makes them for the reference: rounding must not tell equal models apart.
+    zero = torch.zeros_like(masked)
+    return torch.where(in_tail, zero, masked).sum(-1) + ld_alpha * torch.where(in_tail, masked, zero).sum(-1)
 
 
 def log_ratios(

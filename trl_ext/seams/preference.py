@@ -35,6 +35,7 @@ class PairForward:
         inputs: the batch that TRL's loss reads.
         mask: (2B, T), 1 = token of an answer, aligned with the log-probabilities.
         per_token_logps, entropies: (2B, T), differentiable; entropies are None unless the model returned them.
+        chosen_per_token_logps: (B, T), the first half; of a graph of its own where the forward was made in halves.
         logps: (2B,), per answer, as TRL sums them (`ld_alpha` included), differentiable.
         ref_logps: (2B,), the same under the reference.
     """
@@ -42,6 +43,7 @@ class PairForward:
     inputs: dict[str, Any]
     mask: torch.Tensor
     per_token_logps: torch.Tensor = field(init=False)
+    chosen_per_token_logps: torch.Tensor = field(init=False)
     entropies: torch.Tensor | None = field(init=False, default=None)
     logps: torch.Tensor = field(init=False)
     ref_logps: torch.Tensor = field(init=False)
@@ -87,7 +89,8 @@ class HalvesModel:
         halves = [self._model(**(kwargs | {key: value[half] for key, value in split.items()})) for half in (0, 1)]
         fields = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
         joined = {name: _joined([getattr(half, name, None) for half in halves]) for name in fields}
-        return SimpleNamespace(aux_loss=None, **joined)
+        # Not a slice of the joined tensor, whose backward pass would send zeros through the rejected half.
+        return SimpleNamespace(aux_loss=None, chosen_log_probs=halves[0].log_probs, **joined)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -184,6 +187,8 @@ class PreferenceSeams(MetricSeams, _TRLDPOTrainer):
         """After TRL's policy forward, where TRL itself would call the reference: the same order of random numbers."""
         length = forward.mask.size(1)  # prompt-learning adapters prepend virtual tokens
         forward.per_token_logps = output.log_probs[:, -length:]
+        chosen = getattr(output, "chosen_log_probs", None)
+        forward.chosen_per_token_logps = forward.per_token_logps.chunk(2)[0] if chosen is None else chosen[:, -length:]
         forward.entropies = None if output.entropy is None else output.entropy[:, -length:]
         forward.logps = sequence_logps(forward.per_token_logps, forward.mask, self.ld_alpha)
         if "ref_chosen_logps" not in forward.inputs:

@@ -51,11 +51,11 @@ class PreferenceOptions:
 
     Guard:
         chosen_guard (`str`): "off", "warn", "raise_lambda" (doubles `dpop_lambda`, up to
-            `chosen_guard_lambda_max`) or "stop" (ends the run; the newest checkpoint written while the guard was
-            content is kept by `save_total_limit` and recorded as `best_model_checkpoint`, unless
-            `metric_for_best_model` chooses one). It watches an exponential moving average of `chosen_vs_ref` per
-            token, on the evaluation set when there is one (once per evaluation), else on the batches (once per
-            optimiser step). Metric `chosen_guard/ema`.
+            `chosen_guard_lambda_max`) or "stop" (ends the run; the newest checkpoint whose weights the guard measured
+            and found above the floor is kept by `save_total_limit` and recorded as `best_model_checkpoint`, unless
+            `metric_for_best_model` chooses one; with an evaluation set that is one written at a step that evaluates).
+            It watches an exponential moving average of `chosen_vs_ref` per token, on the evaluation set when one is
+            evaluated (once per evaluation), else on the batches (once per optimiser step). Metric `chosen_guard/ema`.
         chosen_guard_floor (`float`): nats per token below the reference. chosen_guard_patience (`int`): consecutive
             measurements below it. chosen_guard_decay (`float`, *optional*): of the average; unset = 0.5 on an
             evaluation set, 0.9 on batches.
@@ -123,6 +123,7 @@ def _check_values(config: Any) -> None:
         "dpo_shift_lambda": (lambda value: 0 < value <= 1, "in (0, 1]; 0.95 is a mild shift, 1 is plain DPO"),
         "dpo_shift_lambda_final": (lambda value: 0 < value <= 1, "in (0, 1]"),
         "entropy_coef": (lambda value: True, "finite"),
+        "ld_alpha": (lambda value: 0 <= value <= 1, "in [0, 1]"),
         "chosen_guard_floor": (lambda value: value >= 0, "at least 0: nats per token *below* the reference"),
         "chosen_guard_patience": (lambda value: value >= 1, "at least 1"),
         "chosen_guard_decay": (lambda value: 0 <= value < 1, "in [0, 1)"),
@@ -132,8 +133,13 @@ def _check_values(config: Any) -> None:
     }
     for name, (is_good, text) in ranges.items():
         value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and is_good(value)):
-            raise ValueError(f"{name}={value} must be {text}.")
+        if value is None and name in ("dpo_shift_lambda_final", "chosen_guard_decay", "ld_alpha"):
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and math.isfinite(value) and is_good(value)):
+            raise ValueError(f"{name}={value!r} must be a number, {text}.")
+    if not config.loss_type:
+        raise ValueError("loss_type=[] is no loss. Name at least one, e.g. loss_type=['dpop'].")
 
 
 def _check_losses(config: Any) -> None:
@@ -176,6 +182,11 @@ def _check_projection(config: Any) -> None:
         raise ValueError(
             "project_chosen_gradient=True takes a second gradient of the same forward pass, which reentrant "
             f"checkpointing cannot give. Set use_reentrant=False in activation_checkpointing_kwargs. Or: {fix}."
+        )
+    if config.activation_offloading:
+        raise ValueError(
+            "project_chosen_gradient=True takes a second gradient of the same forward pass, and activation_offloading "
+            f"gives its activations away after the first. Set activation_offloading=False. Or: {fix}."
         )
     plugin = getattr(config, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:

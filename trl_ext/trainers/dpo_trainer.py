@@ -48,6 +48,8 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
     _ext_projection: ChosenProjection | None = None
     _ext_lambda_factor: float = 1.0
     _ext_evaluating: bool = False
+    _ext_measured_at: int = -1
+    _ext_unapproved: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
@@ -80,7 +82,7 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
         if options.chosen_guard != "off":
             decay = options.chosen_guard_decay
             if decay is None:
-                decay = 0.9 if self.eval_dataset is None else 0.5
+                decay = 0.5 if self._ext_guard_on_evaluation else 0.9
             self._ext_guard = ChosenGuard(options.chosen_guard_floor, options.chosen_guard_patience, decay)
 
     # ---- data --------------------------------------------------------------------------------------------------
@@ -100,7 +102,9 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
     def ext_prepare_rows(self, dataset: Any, dataset_name: str, args: Any, prepare: Any) -> Any:
         if self._ext_options is None:
             return prepare(dataset)
-        check = RowCheck(self._ext_options.bad_rows, dataset_name, args.max_length, args.truncation_mode)
+        check = RowCheck(
+            self._ext_options.bad_rows, f"the {dataset_name} dataset", args.max_length, args.truncation_mode
+        )
         if not any(dataset is checked for checked in self._ext_checked):
             dataset = check.raw(dataset)  # given to evaluate()
         if isinstance(dataset, datasets.IterableDataset):
@@ -170,9 +174,13 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
     def ext_after_loss(self, forward: PairForward) -> None:
         if self._ext_projection is not None and self.ext_mode == "train":
             # The whole answer, whatever ld_alpha the loss uses.
-            chosen = torch.where(forward.mask.bool(), forward.per_token_logps, 0.0).chunk(2)[0]
+            chosen = torch.where(forward.mask.chunk(2)[0].bool(), forward.chosen_per_token_logps, 0.0)
             self._ext_projection.add(chosen.sum(-1))
-        metrics = pair_metrics(forward, self.accelerator)
+        # In training `gather_for_metrics` would cut batches of a window that reaches the end of the data.
+        gather = self.accelerator.gather if self.ext_mode == "train" else self.accelerator.gather_for_metrics
+        metrics = pair_metrics(forward, gather)
+        if self.ext_mode == "train":
+            metrics.check_finite()
         for key, value in metrics.logged("dpop" in self.loss_types).items():
             self.ext_log(key, value)
         if "dpop" in self.loss_types:
@@ -209,13 +217,17 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
 
     def _ext_guard_sees(self, metrics: PairMetrics) -> None:
         """Collect a batch, of the evaluation set when there is one, else of training."""
-        training = self.ext_mode == "train"
-        if training == (self.eval_dataset is None):
+        if (self.ext_mode == "train") != self._ext_guard_on_evaluation:
             self._ext_drift.add(metrics)
+
+    @property
+    def _ext_guard_on_evaluation(self) -> bool:
+        """Whether the guard measures on the evaluation set; one that is never evaluated during training is none."""
+        return self.eval_dataset is not None and self.args.eval_strategy != "no"
 
     @override
     def ext_on_micro_batch(self) -> None:
-        if self._ext_guard is not None and self.eval_dataset is None and self.accelerator.sync_gradients:
+        if self._ext_guard is not None and not self._ext_guard_on_evaluation and self.accelerator.sync_gradients:
             self._ext_guard_measures()
 
     @override
@@ -228,7 +240,7 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
         finally:
             if outermost:
                 self._ext_evaluating = False
-        if outermost and self._ext_guard is not None and self.eval_dataset is not None:
+        if outermost and self._ext_guard is not None and self._ext_guard_on_evaluation:
             if self.is_in_train:
                 self._ext_guard_measures()
             self._ext_drift.reset()
@@ -241,6 +253,10 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
         value = self._ext_drift.per_token
         self._ext_drift.reset()
         acts = guard.update(value)
+        self._ext_measured_at = self.state.global_step
+        if self._ext_unapproved is not None and guard.content:
+            self._ext_approve(self._ext_unapproved)
+        self._ext_unapproved = None
         # The average belongs to training, whichever set it was measured on: it is logged with the next step.
         self.ext_log_train("chosen_guard/ema", guard.average or 0.0)
         if acts:
@@ -271,9 +287,18 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
         guard, options = self._ext_guard, self._ext_options
         if guard is None or options is None or options.chosen_guard != "stop":
             return
-        if self.args.metric_for_best_model is None and guard.content:
-            # The Trainer protects this checkpoint from save_total_limit, and records its path.
-            self.state.best_global_step = self.state.global_step
+        if self.args.metric_for_best_model is not None:
+            return
+        step = self.state.global_step
+        if not self._ext_guard_on_evaluation:
+            self._ext_unapproved = step  # the next batch is the first that is measured with these weights
+        elif guard.content and self._ext_measured_at == step:
+            self._ext_approve(step)
+
+    def _ext_approve(self, step: int) -> None:
+        """The Trainer protects this checkpoint from `save_total_limit`, and records its path."""
+        self.state.best_global_step = step
+        self.state.best_model_checkpoint = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
     @override
     def ext_save_state(self, run_dir: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,14 @@ class PairMetrics:
     chosen_tokens: torch.Tensor
     rejected_tokens: torch.Tensor
 
+    def check_finite(self) -> None:
+        """Raise `FloatingPointError` when a log-probability is not finite: nothing good follows from such a batch."""
+        if not torch.isfinite(self.chosen + self.rejected).all():
+            raise FloatingPointError(
+                "A log-probability of this batch is not finite: the policy has diverged, or was loaded damaged. Lower "
+                "learning_rate, raise beta, or look at the weights of the model."
+            )
+
     def logged(self, with_dpop: bool) -> dict[str, float]:
         """The metrics of `PreferenceOptions`, by name."""
         difference = self.chosen / self.chosen_tokens - self.rejected / self.rejected_tokens
@@ -42,12 +51,12 @@ class PairMetrics:
         return dict(zip(values, numbers, strict=True))
 
 
-def pair_metrics(forward: PairForward, accelerator: Any) -> PairMetrics:
-    """The numbers of this batch on all ranks."""
+def pair_metrics(forward: PairForward, gather: Callable[[torch.Tensor], Any]) -> PairMetrics:
+    """The numbers of this batch on all ranks; `gather` joins the rows of all ranks."""
     difference = (forward.logps.detach() - forward.ref_logps).float()
     tokens = forward.mask.sum(-1).clamp(min=1).float()
     local = torch.stack([*difference.chunk(2), *tokens.chunk(2)], dim=1)  # (B, 4)
-    return PairMetrics(*accelerator.gather_for_metrics(local).unbind(1))
+    return PairMetrics(*gather(local).unbind(1))
 
 
 @dataclass

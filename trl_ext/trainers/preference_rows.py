@@ -131,7 +131,7 @@ class RowCheck:
         # After an earlier drop these are not the numbers of the user's rows any more.
         self._report(faults, len(before), numbers=self.bad_rows == "raise")
         if len(cut) == len(after):
-            raise ValueError(f"No pair of the {self.name} dataset is left: {_summary(faults)}.")
+            raise ValueError(f"No pair of {self.name} is left: {_summary(faults)}.")
         if cut:
             dropped = set(cut)
             after = after.select([index for index in range(len(after)) if index not in dropped])
@@ -150,7 +150,7 @@ class RowCheck:
         def is_good(row: dict[str, Any], index: int) -> bool:
             fault = self._fault_of_tokens(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"])
             if fault is not None and self.bad_rows == "raise":
-                raise ValueError(self._message({fault: [index]}, "of a stream"))
+                raise ValueError(self._message({fault: [index]}, "of the streamed"))
             return fault is None
 
         return tokenised.filter(is_good, with_indices=True)
@@ -165,7 +165,7 @@ class RowCheck:
             self._check_columns(row)
             fault = fault_of(row)
             if fault is not None and self.bad_rows == "raise":
-                raise ValueError(self._message({fault: [index]}, "of a stream"))
+                raise ValueError(self._message({fault: [index]}, "of the streamed"))
             return fault is None
 
         return dataset.filter(is_good, with_indices=True)
@@ -175,7 +175,7 @@ class RowCheck:
         missing = [name for name in ("chosen", "rejected") if name not in names]
         if missing:
             raise ValueError(
-                f"The {self.name} dataset has no column {missing}; it has {sorted(names)}. DPO needs `chosen` and "
+                f"{self.name} has no column {missing}; it has {sorted(names)}. DPO needs `chosen` and "
                 "`rejected` (and `prompt`, unless both begin with it): rename_column, or another dataset. Data of the "
                 "form (prompt, completion, label) is for KTOTrainer."
             )
@@ -184,7 +184,7 @@ class RowCheck:
         self._report(faults, len(dataset))
         bad = {row for rows in faults.values() for row in rows}
         if len(bad) == len(dataset):
-            raise ValueError(f"No pair of the {self.name} dataset is left: {_summary(faults) or 'it is empty'}.")
+            raise ValueError(f"No pair of {self.name} is left: {_summary(faults) or 'it is empty'}.")
         return dataset.select([row for row in range(len(dataset)) if row not in bad]) if bad else dataset
 
     def _report(self, faults: dict[str, list[int]], total: int, numbers: bool = True) -> None:
@@ -192,12 +192,12 @@ class RowCheck:
             return
         if self.bad_rows == "raise":
             raise ValueError(self._message(faults, f"of {total}"))
-        logger.warning(f"bad_rows='drop': of {total} rows the {self.name} dataset lost {_summary(faults, numbers)}.")
+        logger.warning(f"bad_rows='drop': of {total} rows {self.name} lost {_summary(faults, numbers)}.")
 
     def _message(self, faults: dict[str, list[int]], of_what: str) -> str:
         count = sum(len(rows) for rows in faults.values())
         return (
-            f"{count} {of_what} rows of the {self.name} dataset cannot be trained on: {_summary(faults)}. Repair them, "
+            f"{count} {of_what} rows of {self.name} cannot be trained on: {_summary(faults)}. Repair them, "
             "or set bad_rows='drop'" + (" (or raise max_length)." if {NOTHING_LEFT, EQUAL_CUT} & set(faults) else ".")
         )
 
