@@ -371,7 +371,7 @@ def test_each_of_several_evaluation_sets(kind: type, tiny_model: Path, tmp_path:
     """Named in the message. Catches the first or last one alone."""
     for bad in ("first", "second"):
         sets = kind({name: pairs(GOOD, answers(" a", " a") if name == bad else GOOD) for name in ("first", "second")})
-        with pytest.raises(ValueError, match=rf"rows of the eval_dataset\['{bad}'\] dataset"):
+        with pytest.raises(ValueError, match=rf"rows of eval_dataset\['{bad}'\]"):
             build(tiny_model, tmp_path, pairs(GOOD), sets)
 
 
