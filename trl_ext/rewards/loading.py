@@ -44,12 +44,14 @@ def load_classifier(name_or_path: str, num_labels: int = 1, **model_kwargs: Any)
     """A sequence-classification model with `num_labels` trained scores; a folder with a PEFT adapter works too.
 
     Args:
-        model_kwargs: for `from_pretrained`; `dtype` defaults to float32.
+        model_kwargs: for `from_pretrained`; `dtype` defaults to float32, `device_map` to the accelerator, if any.
 
     Raises:
         ValueError: not a reward model: another number of labels, or the score head is not among the weights.
     """
     model_kwargs.setdefault("dtype", torch.float32)
+    if torch.accelerator.is_available():
+        model_kwargs.setdefault("device_map", torch.accelerator.current_accelerator())
     if (Path(name_or_path) / "adapter_config.json").is_file():
         return _load_adapter(name_or_path, num_labels, model_kwargs)
     config = AutoConfig.from_pretrained(name_or_path)
