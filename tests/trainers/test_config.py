@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import pickle
 from pathlib import Path
@@ -131,7 +132,8 @@ def must_not_load(*_: Any, **__: Any) -> None:
 def test_names_and_weights_are_checked_before_a_model_is_loaded(
     trainer: Any, config: Any, settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = __import__(trainer.__mro__[3].__module__, fromlist=["_"])
+    theirs = next(base for base in trainer.__mro__ if base.__module__.startswith("trl."))
+    module = importlib.import_module(theirs.__module__)
     monkeypatch.setattr(module, "create_model_from_path", must_not_load)
     with pytest.raises(ValueError, match=message):
         trainer("no/such/model", [spaces, characters], args=config(**base_config(tmp_path, **settings)))
