@@ -93,7 +93,7 @@ def train_start(model: str, folder: str) -> None:
 
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(SFT_STEPS * SFT_BATCH, seed=500)]
     config = trl.SFTConfig(
-        output_dir=folder, use_cpu=True, bf16=True, report_to="none", save_strategy="no", disable_tqdm=True,
+        output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
         max_steps=SFT_STEPS, per_device_train_batch_size=SFT_BATCH, learning_rate=2e-5, activation_checkpointing=False,
         seed=0,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def run(arm: str, seed: int, steps: int, model: str) -> Result:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config = trl_ext.DPOConfig(
-            output_dir=folder, use_cpu=True, bf16=True, report_to="none", save_strategy="no", disable_tqdm=True,
+            output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
             max_steps=steps, per_device_train_batch_size=BATCH, per_device_eval_batch_size=16, seed=seed, beta=BETA,
             learning_rate=LEARNING_RATE, lr_scheduler_type="constant", eval_strategy="steps",
             eval_steps=max(steps // 2, 1), eval_on_start=True, logging_steps=steps, activation_checkpointing=False,
