@@ -9,11 +9,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO2 = ROOT / "launch" / "accelerate" / "zero2_cpu2.yaml"
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+
+
+def launch(offload: str, tiny_model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the worker on two processes with a ZeRO-2 engine."""
+    config = yaml.safe_load(ZERO2.read_text())
+    config["deepspeed_config"]["offload_optimizer_device"] = offload
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    command += ["-m", "tests.trainers.deepspeed_worker", str(tiny_model), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=500, capture_output=True, text=True)
+
+
+def test_early_stop_is_refused_with_an_offloaded_optimizer(tiny_model: Path, tmp_path: Path) -> None:
+    """There DeepSpeed steps an Adam of its own. Catches a stop that is logged while the weights move on."""
+    pytest.importorskip("deepspeed")
+    result = launch("cpu", tiny_model, tmp_path)
+    assert result.returncode != 0
+    assert "with an offloaded optimizer DeepSpeed steps an optimiser of its own" in result.stderr.replace("\n", " ")
 
 
 def test_early_stop_under_zero2(tiny_model: Path, tmp_path: Path) -> None:
@@ -22,10 +42,8 @@ def test_early_stop_under_zero2(tiny_model: Path, tmp_path: Path) -> None:
     Catches a stop that only zeroes gradients, and one that reaches the unwrapped optimiser alone.
     """
     pytest.importorskip("deepspeed")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ZERO2)]
-    command += ["-m", "tests.trainers.deepspeed_worker", str(tiny_model), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=500)
+    result = launch("none", tiny_model, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["engine"] == "DeepSpeedEngine" and first["processes"] == 2
     assert first["skipped"] == second["skipped"] == [0, 1, 1, 0, 1, 1]

@@ -61,6 +61,12 @@ class RolloutTrainer(RolloutSeams):
         prepare_quantized(given)
         super().__init__(*args, **kwargs)
         check_trainable(self.model)
+        if options.kl_early_stop is not None and _optimizer_is_offloaded(self.accelerator):
+            raise ValueError(
+                f"kl_early_stop={options.kl_early_stop} must withhold updates, and with an offloaded optimizer "
+                "DeepSpeed steps an optimiser of its own, which cannot be held. Set offload_optimizer_device: none, or leave "
+                "kl_early_stop unset (policy_kl_coef works everywhere)."
+            )
         self._ext_options = options
         if options.diversity_coef != 0.0:
             column = self.ext_add_reward_column(DIVERSITY_NAME, options.diversity_coef)
@@ -330,3 +336,10 @@ class RolloutTrainer(RolloutSeams):
                 )
         if self._ext_kl is not None:
             self.beta = self._ext_kl.value
+
+
+def _optimizer_is_offloaded(accelerator: Any) -> bool:
+    """Whether DeepSpeed keeps the optimiser in CPU memory or on disk."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    zero = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization", {})
+    return (zero.get("offload_optimizer") or {}).get("device", "none") not in (None, "none")
