@@ -64,8 +64,8 @@ class RolloutTrainer(RolloutSeams):
         if options.kl_early_stop is not None and _optimizer_is_offloaded(self.accelerator):
             raise ValueError(
                 f"kl_early_stop={options.kl_early_stop} must withhold updates, and with an offloaded optimizer "
-                "DeepSpeed steps an optimiser of its own, which cannot be held. Set offload_optimizer_device: none, or leave "
-                "kl_early_stop unset (policy_kl_coef works everywhere)."
+                "DeepSpeed steps an optimiser of its own, which cannot be held. Set offload_optimizer_device: none, "
+                "or leave kl_early_stop unset (policy_kl_coef works everywhere)."
             )
         self._ext_options = options
         if options.diversity_coef != 0.0:
