@@ -174,7 +174,11 @@ class DPOTrainer(PreferenceSeams, trl.DPOTrainer):
     def ext_after_loss(self, forward: PairForward) -> None:
         if self._ext_projection is not None and self.ext_mode == "train":
             # The whole answer, whatever ld_alpha the loss uses.
-            chosen = torch.where(forward.mask.chunk(2)[0].bool(), forward.chosen_per_token_logps, 0.0)
+            # DeepSpeed counts the outputs of its engine that a backward pass reaches; there it must reach both halves.
+            logps = forward.chosen_per_token_logps
+            if self.is_deepspeed_enabled:
+                logps = forward.per_token_logps.chunk(2)[0]
+            chosen = torch.where(forward.mask.chunk(2)[0].bool(), logps, 0.0)
             self._ext_projection.add(chosen.sum(-1))
         # In training `gather_for_metrics` would cut batches of a window that reaches the end of the data.
         gather = self.accelerator.gather if self.ext_mode == "train" else self.accelerator.gather_for_metrics
