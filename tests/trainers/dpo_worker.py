@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from datasets import Dataset
 
+from tests.trainers.harness import cpu_settings
 from trl_ext import DPOConfig, DPOTrainer
 
 QUESTIONS = [
@@ -38,22 +39,8 @@ def near_pairs(count: int = 8) -> Dataset:
 
 
 def settings(folder: Path, **overrides: Any) -> dict[str, Any]:
-    """Settings that train on a CPU in float32, the same for TRL's config and ours."""
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "seed": 7,
-    }
-    return values | overrides
+    """The settings of all trainer tests, at a constant learning rate."""
+    return cpu_settings(folder, **({"lr_scheduler_type": "constant"} | overrides))
 
 
 def plain_logps(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

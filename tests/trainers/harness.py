@@ -44,7 +44,7 @@ def characters(completions: list[Any], **_: Any) -> list[float]:
     return [100.0 * len(text_of(completion)) for completion in completions]
 
 
-def base_config(folder: Path, **overrides: Any) -> dict[str, Any]:
+def cpu_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
     """Settings that train on a CPU in float32, the same for TRL's configs and ours."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -56,12 +56,15 @@ def base_config(folder: Path, **overrides: Any) -> dict[str, Any]:
         "logging_steps": 1,
         "max_steps": 2,
         "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 8,
         "learning_rate": 1e-2,
         "seed": 7,
     }
     return settings | overrides
+
+
+def base_config(folder: Path, **overrides: Any) -> dict[str, Any]:
+    """The same for trainers that generate."""
+    return cpu_settings(folder, **({"num_generations": 4, "max_completion_length": 8} | overrides))
 
 
 def lora() -> LoraConfig:

@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import trl_ext
+from tests.trainers.harness import cpu_settings
 from tests.trainers.losses import perturb
 
 # Prompts, chosen and rejected answers of different lengths: now the chosen one is the longer, now the rejected one.
@@ -72,23 +73,8 @@ def repeated_pairs(count: int = len(WORDS)) -> Dataset:
 
 
 def config(folder: Path, **overrides: Any) -> dict[str, Any]:
-    """Settings that train on a CPU in float32, the same for TRL's config and ours."""
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "seed": 7,
-    }
-    return settings | overrides
+    """The settings of all trainer tests, at a constant learning rate."""
+    return cpu_settings(folder, **({"lr_scheduler_type": "constant", "per_device_eval_batch_size": 4} | overrides))
 
 
 def lora(dropout: float = 0.0) -> LoraConfig:

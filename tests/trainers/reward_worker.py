@@ -18,6 +18,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.trainers.harness import cpu_settings
 from trl_ext import RewardConfig, RewardTrainer
 
 QUESTIONS = [
@@ -71,22 +72,8 @@ def pairs(text_format: str = "chat", count: int = 8, start: int = 0, margin: boo
 
 
 def settings(folder: Path, **overrides: Any) -> dict[str, Any]:
-    """Settings that train on a CPU in float32, the same for TRL's config and ours."""
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "seed": 7,
-    }
-    return values | overrides
+    """The settings of all trainer tests, at a constant learning rate."""
+    return cpu_settings(folder, **({"lr_scheduler_type": "constant"} | overrides))
 
 
 def lora() -> LoraConfig:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from trl_ext.rewards.loading import load_classifier, load_tokenizer
-from trl_ext.rewards.members import member_name
+from trl_ext.rewards.loading import agree_on_pad, load_classifier, load_tokenizer
+from trl_ext.rewards.members import member_name, tokenizer_folder
 from trl_ext.rewards.reward_card import RewardCard
 
 
@@ -33,9 +33,11 @@ def average_weights(source: str | Path, target: str | Path) -> Path:
     if card is None or card.kind == "single":
         raise ValueError(f"{source} holds no ensemble: nothing to average.")
     model = _average_heads(source, card) if card.kind == "heads" else _average_members(source, card)
+    tokenizer = load_tokenizer(str(tokenizer_folder(source)), model)
+    # A merged adapter has the config of its base; the tokenizer is the one of the training.
+    agree_on_pad(model, tokenizer, tokenizer_decides=True)
     model.save_pretrained(target)
-    tokenizer_folder = source if (source / "tokenizer_config.json").is_file() else source / member_name(0)
-    load_tokenizer(str(tokenizer_folder), model).save_pretrained(target)
+    tokenizer.save_pretrained(target)
     RewardCard("single", 1, card.text_format).save(target)
     return target
 

@@ -13,7 +13,7 @@ from transformers.utils.logging import get_logger
 from trl_ext.formulas.ensemble import EnsembleReduction, reduce_ensemble
 from trl_ext.rewards.calibration import moments, standardise
 from trl_ext.rewards.loading import load_tokenizer
-from trl_ext.rewards.members import Members, load_members, member_name, positions_of, score_fitting
+from trl_ext.rewards.members import Members, load_members, positions_of, score_fitting, tokenizer_folder
 from trl_ext.rewards.model_scorer import RewardModelScorer, resolve_format
 from trl_ext.rewards.rendering import render
 from trl_ext.rewards.reward_card import RewardCard
@@ -99,7 +99,7 @@ class RewardEnsemble:
             )
         ours = {key: options.pop(key) for key in ("reduce", "coef", "min_members", "name") if key in options}
         members = load_members(folder, card, **options)
-        tokenizer = load_tokenizer(str(_tokenizer_folder(Path(folder))), members.model)
+        tokenizer = load_tokenizer(str(tokenizer_folder(Path(folder))), members.model)
         text_format = resolve_format(card.text_format, tokenizer)
 
         def scorer(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> torch.Tensor:
@@ -215,8 +215,3 @@ def _nan_std(scores: torch.Tensor) -> torch.Tensor:
     """(N,) standard deviation (ddof 0) over the members that have a score."""
     deviations = scores - scores.nanmean(0)
     return deviations.square().nanmean(0).sqrt()
-
-
-def _tokenizer_folder(folder: Path) -> Path:
-    """Beside the card, else with the first member."""
-    return folder if (folder / "tokenizer_config.json").is_file() else folder / member_name(0)

@@ -116,6 +116,11 @@ def member_name(index: int) -> str:
     return f"member-{index}"
 
 
+def tokenizer_folder(folder: Path) -> Path:
+    """Beside the card, else with the first member."""
+    return folder if (folder / "tokenizer_config.json").is_file() else folder / member_name(0)
+
+
 def _load_adapters(parts: Sequence[Path], model_kwargs: dict[str, Any]) -> Adapters:
     from peft import PeftConfig, PeftModel
 
